@@ -1,0 +1,1 @@
+"""Numbers about runs: read trajectories, fit laws, forecast, judge divergence, draw. Never imports jax."""

@@ -1,0 +1,206 @@
+"""What a verdict looks like, and the life of one alert: opened once, then worsening, recovering, resolved.
+
+A detector looks at rows and returns a `Signal` (how bad, in units of its own threshold) or None where it cannot judge;
+an `Episode` turns a detector's signals into one alert with hysteresis. Detectors are `detectors.py` and `peers.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Protocol
+
+from rungwise.analysis.vocabulary import decode_number
+
+OPEN_STATES: Final = ("open", "worsening", "recovering")
+WORSE: Final = 1.5
+"""An open alert is announced as worsening when its level grows by this factor over the last announcement."""
+RECOVERING: Final = 0.5
+CLEAR: Final = 0.5
+"""Level below which a row counts as calm; the level at which an alert opens is 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """One finding about a run, in the words of `ladder watch --json`.
+
+    family: "run_change" (the run parted from its own past or from its peers), "forecast_miss" (the registered forecast was
+    wrong, the run may be fine) or "fault" (non-finite). step: where it was raised; since: where it began; updated: last change
+    of state. cost: compute the excess loss is worth under the registered law, as a share of the run (None if unknown).
+    """
+
+    rule: str
+    metric: str
+    family: str
+    severity: str
+    state: str
+    step: int
+    since: int
+    updated: int
+    observed: float
+    expected: float | None
+    explanation: str
+    cost: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of a run: training step, position in the run, and the values logged at that step."""
+
+    step: int
+    tokens: float | None
+    progress: float | None
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """A detector's opinion of one row; `level` >= 1 fires."""
+
+    level: float
+    observed: float
+    expected: float | None
+    since: int
+    explanation: str
+    severity: str = "warning"
+    cost: float | None = None
+
+
+class Detector(Protocol):
+    """One rule over one metric, fed a row at a time."""
+
+    rule: str
+    metric: str
+    family: str
+    calm_rows: int
+    """Calm rows after which its alert is resolved."""
+
+    def observe(self, row: Row) -> Signal | None:
+        """Judge a row; None where this rule has nothing to judge."""
+        ...
+
+    def rebaseline(self, step: int) -> None:
+        """Forget the past: a declared change moved the level."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """A restart repeats the run from `step`: forget what was seen there and later."""
+        ...
+
+    def resolved(self) -> None:
+        """The alert was closed; watch again as if new."""
+        ...
+
+
+class Episode:
+    """The alert of one detector, through its life."""
+
+    def __init__(self, detector: Detector):
+        self.detector = detector
+        self.alert: Alert | None = None
+        self._announced = self._worst = 0.0
+        self._calm = 0
+
+    def observe(self, row: Row) -> Alert | None:
+        """The alert where this row opened it or changed its state, else None."""
+        signal = self.detector.observe(row)
+        if signal is None:
+            return None
+        if self.alert is None:
+            return self._open(row, signal) if signal.level >= 1.0 else None
+        return self._follow(row, signal)
+
+    def close(self, step: int, reason: str) -> Alert | None:
+        """Resolve an open alert from outside."""
+        if self.alert is None:
+            return None
+        closed = replace(
+            self.alert, state="resolved", updated=step, explanation=f"{self.alert.explanation}; {reason}"
+        )
+        self.alert = None
+        self.detector.resolved()
+        return closed
+
+    def _open(self, row: Row, signal: Signal) -> Alert:
+        self._announced = self._worst = signal.level
+        self._calm = 0
+        self.alert = Alert(
+            rule=self.detector.rule,
+            metric=self.detector.metric,
+            family=self.detector.family,
+            severity=signal.severity,
+            state="open",
+            step=row.step,
+            since=signal.since,
+            updated=row.step,
+            observed=signal.observed,
+            expected=signal.expected,
+            explanation=signal.explanation,
+            cost=signal.cost,
+        )
+        return self.alert
+
+    def _follow(self, row: Row, signal: Signal) -> Alert | None:
+        assert self.alert is not None
+        self._worst = max(self._worst, signal.level)
+        self._calm = self._calm + 1 if signal.level < CLEAR else 0
+        if self._calm >= self.detector.calm_rows:
+            closed = self.close(row.step, f"back within limits since step {row.step}")
+            return closed and replace(closed, observed=signal.observed, expected=signal.expected)
+        if signal.level >= WORSE * self._announced:
+            self._announced = signal.level
+            return self._change(row, signal, "worsening")
+        if self.alert.state != "recovering" and signal.level < RECOVERING * self._worst and self._calm >= 3:
+            return self._change(row, signal, "recovering")
+        return None
+
+    def _change(self, row: Row, signal: Signal, state: str) -> Alert:
+        assert self.alert is not None
+        worse = "critical" if "critical" in (self.alert.severity, signal.severity) else signal.severity
+        self.alert = replace(
+            self.alert,
+            severity=worse if state == "worsening" else self.alert.severity,
+            state=state,
+            updated=row.step,
+            observed=signal.observed,
+            expected=signal.expected,
+            explanation=signal.explanation if state == "worsening" else self.alert.explanation,
+            cost=signal.cost if signal.cost is not None else self.alert.cost,
+        )
+        return self.alert
+
+
+def overall_state(alerts: Iterable[Alert], *, judged: bool = True) -> str:
+    """One word for `ladder watch`: "alert" with an open warning or worse, "cannot_judge" where nothing was read, else "healthy".
+
+    Args:
+        judged: whether any detector could judge anything; silence is not health.
+    """
+    if any(alert.state in OPEN_STATES and alert.severity != "info" for alert in alerts):
+        return "alert"
+    return "healthy" if judged else "cannot_judge"
+
+
+def make_row(values: Mapping[str, Any], *, horizon_tokens: float | None, horizon_steps: float | None) -> Row:
+    """A row from plain values: words for non-finite numbers are understood, None and text are left out.
+
+    Progress is tokens over the horizon, else the trainer's own fraction, else steps over the horizon, else unknown.
+    """
+    numbers = {}
+    for name, value in values.items():
+        if name in ("step", "tokens") or value is None:
+            continue
+        try:
+            numbers[name] = decode_number(value)
+        except (TypeError, ValueError):
+            continue
+    step = int(values["step"])
+    tokens = values.get("tokens", numbers.get("progress/tokens"))
+    tokens = None if tokens is None or tokens != tokens else float(tokens)
+    progress = numbers.get("progress/fraction")
+    if tokens is not None and horizon_tokens:
+        progress = tokens / horizon_tokens
+    elif progress is None and horizon_steps:
+        progress = step / horizon_steps
+    return Row(step=step, tokens=tokens, progress=progress, values=numbers)

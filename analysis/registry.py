@@ -1,0 +1,90 @@
+"""Freezing a forecast before its hero runs: one content-hashed file per family, written once, checked at every reading."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rungwise.analysis.forecast import Forecast
+from rungwise.analysis.vocabulary import dump_json, load_json
+
+
+def register(forecast: Forecast, folder: str | Path) -> str:
+    """Write `forecast` as `<hash>.json`, all or nothing, and return the hash; the same content again changes nothing.
+
+    Raises:
+        ValueError: the folder holds another forecast, or one that was changed.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = forecast.hash
+    with _locked(folder):
+        present = load_registered(folder)
+        if present is not None and present.hash != digest:
+            raise ValueError(
+                f"forecast {digest} differs from the registered {present.hash}; a registered forecast is never replaced"
+            )
+        if present is None:
+            _write_once(folder / f"{digest}.json", dump_json(forecast.to_dict(), indent=1) + "\n")
+    return digest
+
+
+def load_registered(folder: str | Path) -> Forecast | None:
+    """The registered forecast of `folder`, None without one.
+
+    Raises:
+        ValueError: several files, an unreadable one, or content that no longer has the hash of its name.
+    """
+    files = sorted(Path(folder).glob("*.json"))
+    if not files:
+        return None
+    if len(files) > 1:
+        raise ValueError(
+            f"folder {folder} holds {len(files)} forecasts ({', '.join(f.stem for f in files)}); keep one"
+        )
+    (file,) = files
+    try:
+        record: Any = load_json(file.read_text(encoding="utf-8"))
+        forecast = Forecast.from_dict(record)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"forecast {file} was changed or is not one: {error}") from error
+    if not forecast.hash == record["hash"] == file.stem:
+        raise ValueError(
+            f"forecast {file} was changed: content hashes to {forecast.hash}, name and record say otherwise"
+        )
+    return forecast
+
+
+def _write_once(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".forecast-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(name, path)  # never replaces, unlike rename
+    finally:
+        os.unlink(name)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder against a second registration at the same time."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

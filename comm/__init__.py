@@ -1,0 +1,1 @@
+"""Moves tokens between ranks: expert transports, capacities and honest drop accounting."""

@@ -1,0 +1,202 @@
+"""Transport `pooled_wave`: one fixed pool of rows per destination rank, sent in equal waves, expert ids inside the payload.
+
+Rank r of an assignment among this rank's assignments to one destination gives wave r mod W and slot r div W. A wave's
+payload is [ranks, header + slots, width]: header rows hold local expert id + 1 for each slot (0: empty), as values of
+the activation type, so nothing but payloads is exchanged. The receiver gives each local expert a fixed number of rows per
+wave, filled slot by slot and within a slot source by source, so that a full expert drops evenly from all sources. The
+payload back has the same shape, its header saying which slots were kept. Forward: 2 W all-to-alls and one scalar sum.
+
+Source: marin-community/marin #8289 (rule), #8347 (fair order), #8348 (two capacity factors).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from rungwise.comm import collectives
+from rungwise.comm.capacity import capacity, logical_capacity
+from rungwise.comm.config import TransportConfig
+from rungwise.comm.drops import TransportResult, count_drops, read_assignments
+from rungwise.comm.permute import combine_rows, dispatch_rows
+from rungwise.comm.placement import Placement, lookup, place, rank_within
+
+
+class _Room(NamedTuple):
+    """Static shape of the buffers, in rows."""
+
+    pool: int
+    """Slots of a pool: per (sender, destination, wave)."""
+    header: int
+    """Header rows in front of them."""
+    expert: int
+    """Rows of a local expert per wave."""
+
+
+def pooled_wave(
+    tokens: Float[Array, "tokens width"],
+    expert_ids: Int[Array, "tokens top_k"],
+    gates: Float[Array, "tokens top_k"],
+    expert_fn: Callable[..., Array],
+    *,
+    axis: str | None,
+    config: TransportConfig,
+    valid: Bool[Array, " tokens"] | None = None,
+) -> TransportResult:
+    """Sends each token to the ranks of its experts and sums what comes back; full pools and full experts drop.
+
+    A dropped assignment contributes zero and the other gates are not renormalised. Who is dropped: at the sender, the
+    later of a destination's assignments in token order; at the receiver, the later slots of an expert. Capacities shrink
+    with the number of valid assignments: this rank's at the sender, the mean over ranks at the receiver.
+
+    Args:
+        expert_fn: [local experts, rows, width] → same shape, by this rank's expert weights.
+        axis: name of the rank axis; unused on one rank.
+        valid: False marks padding, which takes no slot and counts nowhere.
+    Raises:
+        ValueError: `num_ranks` is not the axis size, or a rank owns more experts than the activation type can number.
+    """
+    collectives.check_axis(axis, config.num_ranks)
+    _check_header(config, tokens.dtype)
+    assignments = read_assignments(expert_ids, valid, num_experts=config.num_experts)
+    room = _room(tokens, config)
+    num_valid = jnp.sum(assignments.valid, dtype=jnp.int32)
+    pool = _fill_pools(assignments.expert, num_valid, room, config)
+    sent = (pool.slot < pool.item.shape[0]).reshape(gates.shape)
+    if axis is None or config.num_ranks == 1:
+        move = functools.partial(_on_one_rank, num_valid=num_valid)
+    else:
+        move = functools.partial(_across_ranks, num_valid=collectives.total(num_valid, axis), axis=axis)
+    rows, placement, kept = move(tokens, assignments.expert, pool, expert_fn, room=room, config=config)
+    kept = sent & kept.reshape(gates.shape)
+    output = combine_rows(rows, jnp.where(kept, gates, 0), placement)
+    return TransportResult(output, count_drops(assignments, sent=sent, kept=kept, config=config), kept)
+
+
+def _check_header(config: TransportConfig, dtype: jnp.dtype) -> None:
+    exact = 2 ** (jnp.finfo(dtype).nmant + 1)
+    if config.experts_per_rank > exact:
+        raise ValueError(
+            f"experts per rank {config.experts_per_rank} exceed {exact}, the last id {dtype.name} holds exactly; use more ranks"
+        )
+
+
+def _room(tokens: Float[Array, "tokens width"], config: TransportConfig) -> _Room:
+    """Physical capacities, cut where a buffer could never fill."""
+    num_items, waves, ranks = tokens.shape[0] * config.top_k, config.num_waves, config.num_ranks
+    pool = capacity(num_items, num_bins=ranks * waves, capacity_factor=config.sender_capacity_factor)
+    pool = min(pool, -(-num_items // waves))
+    expert_bins = config.experts_per_rank * waves
+    expert = capacity(num_items, num_bins=expert_bins, capacity_factor=config.receiver_capacity_factor)
+    header = -(-pool // tokens.shape[1]) if ranks > 1 else 0
+    return _Room(pool, header, min(expert, ranks * pool))
+
+
+def _fill_pools(
+    expert: Int[Array, " items"], num_valid: Int[Array, ""], room: _Room, config: TransportConfig
+) -> Placement:
+    """Items to rows of the payloads [waves, ranks, header + pool]; header rows stay empty."""
+    waves, ranks = config.num_waves, config.num_ranks
+    limit = logical_capacity(
+        num_valid, num_bins=ranks * waves, capacity_factor=config.sender_capacity_factor, physical=room.pool
+    )
+    destination = expert // config.experts_per_rank
+    rank = rank_within(destination, ranks)
+    wave, slot = rank % waves, rank // waves
+    row = (wave * ranks + destination) * (room.header + room.pool) + room.header + slot
+    num_rows = waves * ranks * (room.header + room.pool)
+    return place(jnp.where((destination < ranks) & (slot < limit), row, num_rows), num_rows)
+
+
+def _fill_experts(
+    expert: Int[Array, " items"],
+    num_valid: Int[Array, ""],
+    *,
+    num_bins: int,
+    room: _Room,
+    config: TransportConfig,
+) -> Int[Array, " items"]:
+    """Row of each item in [num_bins, rows of an expert], in the order given; num_bins × rows where there is none.
+
+    Args:
+        expert: bin of each item, num_bins or beyond for none.
+        num_valid: valid assignments of all ranks.
+    """
+    limit = logical_capacity(
+        num_valid,
+        num_bins=config.num_experts * config.num_waves,
+        capacity_factor=config.receiver_capacity_factor,
+        physical=room.expert,
+    )
+    rank = rank_within(expert, num_bins)
+    return jnp.where(
+        (expert < num_bins) & (rank < limit), expert * room.expert + rank, num_bins * room.expert
+    )
+
+
+def _on_one_rank(tokens, expert, pool, expert_fn, *, num_valid, room, config):
+    """The same rules where sender and receiver are one: both placements compose into a single gather each way."""
+    waves, num_experts = config.num_waves, config.num_experts
+    num_bins = num_experts * waves
+    wave = pool.slot // room.pool  # no header rows on one rank
+    bins = jnp.where(wave < waves, expert * waves + wave, num_bins)
+    row = _fill_experts(bins, num_valid, num_bins=num_bins, room=room, config=config)
+    placement = place(row, num_bins * room.expert)
+    rows = dispatch_rows(tokens, placement).reshape(num_experts, waves * room.expert, -1)
+    return expert_fn(rows).reshape(-1, tokens.shape[1]), placement, row < num_bins * room.expert
+
+
+def _across_ranks(tokens, expert, pool, expert_fn, *, num_valid, axis, room, config):
+    """Payloads out, experts, payloads back. Returns all waves' rows, where each item's row is, and which came back."""
+    local_id = jnp.where(
+        pool.item < expert.shape[0], lookup(expert, pool.item, missing=0) % config.experts_per_rank + 1, 0
+    )
+    shape = (config.num_waves, config.num_ranks, room.header + room.pool)
+    payloads = _with_header(
+        dispatch_rows(tokens, pool).reshape(*shape, -1), local_id.reshape(shape)[..., room.header :], room
+    )
+    returned = []
+    for wave in range(config.num_waves):
+        arrived = collectives.all_to_all(payloads[wave], axis)
+        reply = _serve(arrived, expert_fn, num_valid=num_valid, room=room, config=config)
+        returned.append(collectives.all_to_all(reply, axis))
+    rows = jnp.stack(returned)
+    flags = jnp.pad(_read_header(rows, room), ((0, 0), (0, 0), (room.header, 0)))
+    return rows.reshape(-1, tokens.shape[1]), pool, lookup(flags.reshape(-1), pool.slot, missing=0) > 0
+
+
+def _serve(arrived, expert_fn, *, num_valid, room, config):
+    """One wave at the receiver: arrived payload → payload to send back, its header 1 where the slot was kept."""
+    ranks, _, width = arrived.shape
+    num_local = config.experts_per_rank
+    local = _read_header(arrived, room) - 1  # [source, slot]; -1 for an empty slot
+    by_slot = jnp.where(local < 0, num_local, local).T.reshape(-1)
+    row = (
+        _fill_experts(by_slot, num_valid, num_bins=num_local, room=room, config=config)
+        .reshape(room.pool, ranks)
+        .T
+    )
+    nowhere = num_local * room.expert
+    placement = place(jnp.pad(row, ((0, 0), (room.header, 0)), constant_values=nowhere).reshape(-1), nowhere)
+    rows = dispatch_rows(arrived.reshape(-1, width), placement)
+    outputs = expert_fn(rows.reshape(num_local, room.expert, width)).reshape(-1, width)
+    reply = dispatch_rows(outputs, placement.inverse()).reshape(arrived.shape)
+    return _with_header(reply, row < nowhere, room)
+
+
+def _with_header(payload: Float[Array, "*lead rows width"], values: Array, room: _Room) -> Array:
+    """Writes one small integer per slot over the header rows."""
+    *lead, _, width = payload.shape
+    spare = room.header * width - room.pool
+    header = jnp.pad(values.astype(payload.dtype), [(0, 0)] * len(lead) + [(0, spare)])
+    return jnp.concatenate(
+        [header.reshape(*lead, room.header, width), payload[..., room.header :, :]], axis=-2
+    )
+
+
+def _read_header(payload: Float[Array, "*lead rows width"], room: _Room) -> Int[Array, "*lead slots"]:
+    header = jax.lax.stop_gradient(payload[..., : room.header, :])
+    return header.reshape(*payload.shape[:-2], -1)[..., : room.pool].astype(jnp.int32)

@@ -1,0 +1,43 @@
+"""The one way into a transport: `route` looks the configured name up in a table.
+
+A further transport is one file with the same signature, one line here and one name in `comm/config.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from jaxtyping import Array, Bool, Float, Int
+
+from rungwise.comm.config import TransportConfig
+from rungwise.comm.dropless import dropless
+from rungwise.comm.drops import TransportResult
+from rungwise.comm.pooled_wave import pooled_wave
+
+TABLE: Mapping[str, Callable[..., TransportResult]] = MappingProxyType(
+    {"dropless": dropless, "pooled_wave": pooled_wave}
+)
+
+
+def route(
+    tokens: Float[Array, "tokens width"],
+    expert_ids: Int[Array, "tokens top_k"],
+    gates: Float[Array, "tokens top_k"],
+    expert_fn: Callable[..., Array],
+    *,
+    axis: str | None,
+    config: TransportConfig,
+    valid: Bool[Array, " tokens"] | None = None,
+) -> TransportResult:
+    """Outputs of the chosen experts, weighted by gates and summed per token, through the transport `config` names.
+
+    Code of one rank: call it inside `comm.ranks.over_ranks` (or any function that binds `axis`), with this rank's tokens
+    and an `expert_fn` closed over this rank's expert weights.
+
+    Args:
+        expert_fn: `(rows, group_expert=None)`; without `group_expert` rows are [local experts, rows, width], with it
+            [groups, rows, width] and group g is computed by local expert `group_expert[g]`.
+        axis: name of the rank axis; None only on one rank.
+        valid: False marks padding tokens.
+    """
+    transport = TABLE[config.name]
+    return transport(tokens, expert_ids, gates, expert_fn, axis=axis, config=config, valid=valid)

@@ -1,0 +1,91 @@
+"""The main job in small, in one call: plan, rungs, registered forecast, hero under watch, report.
+
+What is done is not done again, so a second call only reads; nothing of jax or MLflow is imported then.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rungwise.analysis.store import public_address
+from rungwise.ladder.console import duration, log, log_console
+from rungwise.ladder.home import resolve_tracking
+from rungwise.ladder.predict import (
+    FamilyRuns,
+    forecast_runs,
+    hero_outcome,
+    load_family_runs,
+    register_forecast,
+)
+from rungwise.ladder.report import write_report
+from rungwise.ladder.run import run_ladder
+from rungwise.ladder.tables import forecast_table, plan_table
+from rungwise.ladder.watch import judge_run
+
+
+def demo_family(family: str, *, home: Path, tracking: str | None = None) -> dict[str, Any]:
+    """Goes through the job and returns what a reader wants to know at its end; progress is on standard error.
+
+    Raises:
+        ValueError: bad input, a run that failed, or a hero that was started without a forecast.
+    """
+    console = log_console()
+    with _stage("1 of 5: the plan"):
+        console.print(plan_table(load_family_runs(family, home=home).plan))
+    with _stage("2 of 5: the rungs"):
+        run_ladder(family, home=home, tracking=tracking)
+    with _stage("3 of 5: the forecast, registered before the hero starts"):
+        console.print(forecast_table(_registered(family, home=home).to_dict()))
+    with _stage("4 of 5: the hero, under watch"):
+        run_ladder(family, home=home, hero=True, tracking=tracking)
+    with _stage("5 of 5: the report"):
+        runs = load_family_runs(family, home=home)
+        verdict = judge_run(family, runs.plan["hero"]["name"], home=home)
+        report = write_report(family, home=home)
+    return _result(runs, report=report, state=verdict.state, store=resolve_tracking(home, tracking))
+
+
+def _registered(family: str, *, home: Path) -> Any:
+    runs = load_family_runs(family, home=home)
+    if runs.registered is not None:
+        return runs.registered
+    forecast = forecast_runs(runs)
+    register_forecast(forecast, runs, home=home)
+    return forecast
+
+
+def _result(runs: FamilyRuns, *, report: Path, state: str, store: str) -> dict[str, Any]:
+    forecast, outcome = runs.registered, hero_outcome(runs)
+    assert forecast is not None
+    return {
+        "family": runs.family,
+        "forecast": {
+            key: getattr(forecast, key) for key in ("metric", "point", "low", "high", "level", "half_width")
+        },
+        "hash": forecast.hash,
+        "outcome": None if outcome is None else asdict(outcome),
+        "watch": state,
+        "report": str(report),
+        "store": public_address(store),
+        "mlflow_ui": f"{_mlflow_command()} ui --backend-store-uri {public_address(store)}",
+    }
+
+
+def _mlflow_command() -> str:
+    """This environment's mlflow, as one would type it here."""
+    path = Path(sys.executable).with_name("mlflow")
+    short = os.path.relpath(path)
+    return str(path) if short.startswith("..") else short
+
+
+@contextmanager
+def _stage(title: str) -> Iterator[None]:
+    log_console().rule(f"[bold]{title}", align="left")
+    start = time.monotonic()
+    yield
+    log(f"({duration(time.monotonic() - start)})")

@@ -1,0 +1,364 @@
+"""A family: one TOML file that says how a width becomes a model, and how its rungs and hero are trained.
+
+`load_family` reads and checks it; `RunConfig` is one run with every number resolved. Imports no jax.
+"""
+
+import difflib
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from rungwise.comm.config import TransportConfig
+from rungwise.model.accounting import count_params
+from rungwise.model.config import ModelConfig, Record
+
+FAMILY_SCHEMA = 1
+
+
+class Recipe(Record):
+    """How a width becomes a model. Ratios are of `hidden_dim` unless they say otherwise."""
+
+    seq_len: int = Field(ge=2)
+    vocab_size: int = Field(ge=2)
+    num_layers: int | None = Field(default=None, ge=1, description="fixed depth; else from aspect_ratio")
+    aspect_ratio: float | None = Field(default=None, gt=0, description="hidden_dim per layer")
+    num_heads: int | None = Field(default=None, ge=1, description="fixed count; else from head_dim")
+    head_dim: int | None = Field(default=None, ge=2, description="fixed width; else from num_heads")
+    queries_per_kv_head: int = Field(ge=1)
+    latent_ratio: float = Field(gt=0)
+    expert_ratio: float = Field(gt=0)
+    num_experts: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+    num_shared_experts: int = Field(ge=0)
+    window_ratio: float = Field(gt=0, le=1, description="local window over seq_len")
+    global_every: int = Field(ge=1)
+    rotary_fraction: float = Field(ge=0, le=1)
+    rotary_theta: float = Field(gt=0)
+    query_key_multiplier: float = Field(gt=0)
+    gate_sum: float = Field(gt=0)
+    balance: Literal["quantile", "none"]
+    logit_z_loss_weight: float = Field(ge=0)
+    init_scale: float = Field(gt=0)
+    norm_epsilon: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        for first, second in (("num_layers", "aspect_ratio"), ("num_heads", "head_dim")):
+            if (getattr(self, first) is None) == (getattr(self, second) is None):
+                raise ValueError(f"{first} and {second}: give exactly one of the two")
+        return self
+
+
+class LearningRateLaw(Record):
+    """peak = coefficient · tokens^tokens_exponent · hidden_dim^hidden_exponent · tokens_per_step^batch_exponent."""
+
+    coefficient: float = Field(gt=0)
+    tokens_exponent: float
+    hidden_exponent: float
+    batch_exponent: float
+
+    def peak(self, *, tokens: int, hidden_dim: int, tokens_per_step: int) -> float:
+        """Learning rate at the end of warm-up."""
+        return (
+            self.coefficient
+            * tokens**self.tokens_exponent
+            * hidden_dim**self.hidden_exponent
+            * tokens_per_step**self.batch_exponent
+        )
+
+
+class OptimizerConfig(Record):
+    """Everything an update depends on besides the gradient; nothing is left to a library's default."""
+
+    name: Literal["adamw", "muon"]
+    matrix_ratio: float = Field(gt=0, description="Muon's learning rate over AdamW's")
+    beta1: float = Field(ge=0, lt=1)
+    beta2: float = Field(ge=0, lt=1)
+    epsilon: float = Field(gt=0)
+    momentum: float = Field(ge=0, lt=1, description="Muon's momentum")
+    newton_schulz_steps: int = Field(ge=1)
+    weight_decay: float = Field(ge=0, description="on matrices only, times the learning rate")
+    clip_norm: float | None = Field(
+        default=None, gt=0, description="global gradient norm; absent: no clipping"
+    )
+    warmup_fraction: float = Field(ge=0, lt=1)
+    final_fraction: float = Field(ge=0, le=1, description="learning rate at the last step over the peak")
+
+
+class DataConfig(Record):
+    """Where text comes from."""
+
+    path: str | None = Field(
+        default=None, description="folder of text, JSONL or Parquet; absent: the shipped corpus"
+    )
+    tokenizer: Literal["bytes", "bpe"]
+    max_epochs: float = Field(gt=0, description="more passes over the text than this are refused")
+
+
+class TransportSection(Record):
+    """How routed tokens cross ranks, without what the recipe already says."""
+
+    name: str
+    num_ranks: int = Field(ge=1, description="ranks that share the experts; virtual on one device")
+    sender_capacity_factor: float
+    receiver_capacity_factor: float
+    num_waves: int = Field(ge=1)
+
+
+class EvaluationConfig(Record):
+    """When and on how much held-out text."""
+
+    every_fraction: float = Field(gt=0, le=1, description="of the run, between evaluations")
+    num_sequences: int = Field(ge=1)
+
+
+class CheckpointConfig(Record):
+    """When to save."""
+
+    every_fraction: float = Field(gt=0, le=1, description="of the run, between checkpoints")
+    keep: int = Field(ge=1)
+
+
+class RungSpec(Record):
+    """One rung (or the hero): a width, its replicas and seeds, and what overrules the recipe."""
+
+    hidden_dim: int = Field(ge=2)
+    data_replicas: int = Field(
+        default=1, ge=1, description="copies of the expert group, each with its own sequences"
+    )
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    override: dict[str, Any] = Field(
+        default_factory=dict, description="any ModelConfig field, or tokens, steps, learning_rate"
+    )
+
+    @field_validator("override")
+    @classmethod
+    def _known(cls, override: dict[str, Any]) -> dict[str, Any]:
+        known = [*ModelConfig.model_fields, *RUN_OVERRIDES]
+        for key in override:
+            if key not in known:
+                raise ValueError(f"override.{key} is not a known field{_nearest(key, known)}")
+        return override
+
+
+RUN_OVERRIDES = ("tokens", "steps", "learning_rate")
+
+
+class RunConfig(Record):
+    """One training run, every number resolved. Its `content_hash` is the run's identity."""
+
+    family: str
+    run: str
+    role: Literal["rung", "hero"]
+    rung: str
+    seed: int
+    model: ModelConfig
+    transport: TransportConfig
+    data_replicas: int
+    sequences_per_rank: int
+    steps: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+    optimizer: OptimizerConfig
+    data: DataConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    threads: int = Field(
+        ge=1, description="of the CPU backend; part of a run's identity, since bits depend on it"
+    )
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per step."""
+        return self.data_replicas * self.transport.num_ranks * self.sequences_per_rank
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Training tokens per optimizer step."""
+        return self.batch_size * self.model.seq_len
+
+    @property
+    def tokens(self) -> int:
+        """The token horizon."""
+        return self.steps * self.tokens_per_step
+
+
+class LadderConfig(Record):
+    """A whole family file."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
+    summary: str
+    plan_only: bool = Field(default=False, description="described, not meant to be trained here")
+    tokens_per_active_param: float = Field(gt=0)
+    sequences_per_rank: int = Field(ge=1)
+    rung_threads: int = Field(default=1, ge=1)
+    hero_threads: int = Field(default=2, ge=1)
+    recipe: Recipe
+    transport: TransportSection
+    learning_rate: LearningRateLaw
+    optimizer: OptimizerConfig
+    data: DataConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    rungs: tuple[RungSpec, ...] = Field(min_length=1)
+    hero: RungSpec
+
+    @model_validator(mode="after")
+    def _check_runs(self) -> Self:
+        widths = [rung.hidden_dim for rung in self.rungs]
+        if widths != sorted(set(widths)):
+            raise ValueError(f"rungs: hidden_dim {widths} must rise from rung to rung, each width once")
+        if self.hero.hidden_dim < widths[-1]:
+            raise ValueError(f"hero.hidden_dim {self.hero.hidden_dim} is below the top rung's {widths[-1]}")
+        _ = self.runs  # every run's own checks, before anything starts
+        return self
+
+    def model_config_for(self, spec: RungSpec) -> ModelConfig:
+        """The shape of a rung: the recipe at its width, then its overrides."""
+        recipe, width = self.recipe, spec.hidden_dim
+        num_heads = recipe.num_heads or _whole(
+            width, recipe.head_dim or 1, what="num_heads = hidden_dim / head_dim"
+        )
+        head_dim = recipe.head_dim or _whole(width, num_heads, what="head_dim = hidden_dim / num_heads")
+        layers = recipe.num_layers or max(2, round(width / (recipe.aspect_ratio or width)))
+        derived = {
+            "hidden_dim": width,
+            "num_layers": layers,
+            "num_heads": num_heads,
+            "num_kv_heads": max(1, num_heads // recipe.queries_per_kv_head),
+            "head_dim": head_dim,
+            "window": max(1, round(recipe.window_ratio * recipe.seq_len)),
+            "expert_dim": round(recipe.expert_ratio * width),
+            "latent_dim": round(recipe.latent_ratio * width),
+        }
+        shared = {
+            name: getattr(recipe, name) for name in ModelConfig.model_fields if name in Recipe.model_fields
+        }
+        overrides = {key: value for key, value in spec.override.items() if key not in RUN_OVERRIDES}
+        return ModelConfig(**{**shared, **derived, **overrides})
+
+    def _run(self, spec: RungSpec, seed: int, role: Literal["rung", "hero"]) -> RunConfig:
+        model = self.model_config_for(spec)
+        rung = "hero" if role == "hero" else f"d{spec.hidden_dim}"
+        tokens_per_step = (
+            spec.data_replicas * self.transport.num_ranks * self.sequences_per_rank * model.seq_len
+        )
+        wanted = spec.override.get("tokens", self.tokens_per_active_param * count_params(model).active)
+        steps = int(spec.override.get("steps", max(1, round(wanted / tokens_per_step))))
+        peak = self.learning_rate.peak(
+            tokens=steps * tokens_per_step, hidden_dim=spec.hidden_dim, tokens_per_step=tokens_per_step
+        )
+        return RunConfig(
+            family=self.name,
+            run=rung if seed == spec.seeds[0] else f"{rung}-seed{seed}",
+            role=role,
+            rung=rung,
+            seed=seed,
+            model=model,
+            transport=TransportConfig(
+                num_experts=model.num_experts, top_k=model.top_k, **self.transport.model_dump()
+            ),
+            data_replicas=spec.data_replicas,
+            sequences_per_rank=self.sequences_per_rank,
+            steps=steps,
+            learning_rate=spec.override.get("learning_rate", peak),
+            optimizer=self.optimizer,
+            data=self.data,
+            evaluation=self.evaluation,
+            checkpoint=self.checkpoint,
+            threads=self.hero_threads if role == "hero" else self.rung_threads,
+        )
+
+    @property
+    def rung_runs(self) -> tuple[RunConfig, ...]:
+        """Every run of the ladder, smallest rung first, each seed of a rung a run of its own."""
+        return tuple(self._run(spec, seed, "rung") for spec in self.rungs for seed in spec.seeds)
+
+    @property
+    def hero_run(self) -> RunConfig:
+        """The hero's run."""
+        return self._run(self.hero, self.hero.seeds[0], "hero")
+
+    @property
+    def runs(self) -> tuple[RunConfig, ...]:
+        """Rungs, then hero."""
+        return (*self.rung_runs, self.hero_run)
+
+
+def _whole(numerator: int, denominator: int, *, what: str) -> int:
+    if numerator % denominator:
+        raise ValueError(
+            f"{what}: {numerator} is not a multiple of {denominator}; choose a width that divides"
+        )
+    return numerator // denominator
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def shipped_families() -> tuple[str, ...]:
+    """Names of the families that come with the package."""
+    folder = resources.files("rungwise.ladder") / "families"
+    return tuple(sorted(Path(item.name).stem for item in folder.iterdir() if item.name.endswith(".toml")))
+
+
+def family_text(name_or_path: str) -> str:
+    """The TOML text of a shipped family or of a file.
+
+    Raises:
+        ValueError: neither a shipped name nor a readable file.
+    """
+    if name_or_path in shipped_families():
+        return (resources.files("rungwise.ladder") / "families" / f"{name_or_path}.toml").read_text()
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or path.exists():
+        try:
+            return path.read_text()
+        except OSError as error:
+            raise ValueError(
+                f"family file {name_or_path}: {error.strerror}; give a readable TOML file"
+            ) from error
+    raise ValueError(f"family {name_or_path!r} is unknown{_nearest(name_or_path, list(shipped_families()))}")
+
+
+def load_family(name_or_path: str) -> LadderConfig:
+    """Reads and checks a family.
+
+    Raises:
+        ValueError: one line that names the file, the field, its value and the remedy.
+    """
+    try:
+        return LadderConfig.model_validate(tomllib.loads(family_text(name_or_path)))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"family {name_or_path}: not TOML: {error}") from error
+    except ValidationError as error:
+        raise ValueError(f"family {name_or_path}: {explain(error)}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """The first problem of a validation error as one line: where, what, remedy."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {where!r}{_nearest(str(first['loc'][-1]), _siblings(first['loc'][:-1]))}"
+    if first["type"] == "missing":
+        return f"key {where!r} is missing; add it"
+    message = first["msg"].removeprefix("Value error, ")
+    shown = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
+    return f"{where}: {message}{shown}" if where else f"{message}{shown}"
+
+
+def _siblings(location: tuple[int | str, ...]) -> list[str]:
+    """Known keys of the table at a location of the family file."""
+    model: Any = LadderConfig
+    for part in location:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            arguments = getattr(annotation, "__args__", ())
+            model = next((item for item in (annotation, *arguments) if hasattr(item, "model_fields")), model)
+    return [field.alias or name for name, field in model.model_fields.items()]

@@ -1,0 +1,368 @@
+"""The mirror process: one run's journal, copied to MLflow as it grows.
+
+One MLflow run an attempt, known by its tags and start time. How far it is copied is a tag of that MLflow run:
+the store itself knows, whatever becomes of this process, the folder or the store. A point's timestamp is its
+record's time: copied twice, it is there once.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import math
+import os
+import select
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rungwise.analysis.records import (
+    ALERTS_FILE,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    JOURNAL_FILE,
+    check_schema,
+    decode_record,
+    read_json,
+)
+from rungwise.analysis.store import (
+    escape_key,
+    find_attempts,
+    find_experiment,
+    open_client,
+    public_address,
+    sqlite_path,
+)
+from rungwise.analysis.vocabulary import (
+    INFINITE_PREFIX,
+    SCHEMA_VERSION,
+    TAG_ATTEMPT,
+    TAG_CODE_VERSION,
+    TAG_CONFIG_HASH,
+    TAG_CORPUS_HASH,
+    TAG_END_REASON,
+    TAG_FAMILY,
+    TAG_FORECAST_HASH,
+    TAG_LINEAGE,
+    TAG_MIRRORED_BYTES,
+    TAG_RESTORED_STEP,
+    TAG_ROLE,
+    TAG_RUN,
+    TAG_RUNG,
+    TAG_SCHEMA,
+    TAG_SEED,
+    TAG_STATE,
+    canonical_json,
+    decode_number,
+)
+from rungwise.ladder.home import TRACKING_VARIABLE, make_folder
+from rungwise.ladder.journal import writer_of
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+POLL_S: Final = 0.5
+BATCH_S: Final = 10.0
+BATCH_POINTS: Final = 999
+"""MLflow takes 1,000 entries a batch; one is the tag that says how far the copy is."""
+RETRY_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
+GIVE_UP_S: Final = 60.0
+"""How long the copy is tried again after the trainer is gone."""
+_PARAM_LIMIT: Final = 6000
+_TAG_LIMIT: Final = 5000
+_STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+_METRICS_LINE: Final = b'{"kind": "metrics"'
+
+
+class Copier:
+    """One pass over a run's journal, from its start to wherever it grows, skipping what the store has.
+
+    After an error, begin with a new one.
+    """
+
+    def __init__(self, folder: Path, tracking_uri: str) -> None:
+        self.folder = folder
+        self.config = read_json(folder / CONFIG_FILE)
+        self.client, self.experiment = open_experiment(tracking_uri, self.config["family"])
+        lineage = f"{self.config['family']}/{self.config['run']}"
+        known = find_attempts(self.client, self.experiment, lineage)
+        self.known = {(int(run.data.tags[TAG_ATTEMPT]), run.info.start_time): run for run in known}
+        self.run_id: str | None = None
+        self.read = 0
+        """Bytes of the journal looked at."""
+        self.copied = 0
+        """Bytes of the journal that this attempt's MLflow run holds."""
+        self.running = False
+        self.last_record = b""
+        self.points: list[Metric] = []
+        self.next_batch = time.monotonic() + BATCH_S
+        self.files: dict[Path, tuple[int, int]] = {}
+
+    def advance(self, *, last: bool = False) -> None:
+        """Read what is new; copy it if a batch is due, or if this is the `last` call."""
+        for line in self._new_lines():
+            self.read += len(line)
+            self._take(line)
+            if len(self.points) >= BATCH_POINTS:
+                self._flush()
+        if self.run_id is not None and (last or time.monotonic() >= self.next_batch):
+            self.next_batch = time.monotonic() + BATCH_S
+            self._flush()
+            self._copy_files()
+        if last and self.running and writer_of(self.folder) is None:
+            self._close_silent()
+
+    def _new_lines(self) -> Iterator[bytes]:
+        journal = self.folder / JOURNAL_FILE
+        if not journal.exists():
+            return
+        with journal.open("rb") as lines:
+            lines.seek(self.read)
+            yield from takewhile(lambda line: line.endswith(b"\n"), lines)
+
+    def _take(self, line: bytes) -> None:
+        if self.read <= self.copied and line.startswith(_METRICS_LINE):
+            self.last_record = line
+            return
+        record = decode_record(line)
+        if record is None:
+            return
+        match record["kind"]:
+            case "header":
+                check_schema(record, self.folder / JOURNAL_FILE)
+            case "attempt":
+                if self.running:
+                    self._close_silent()
+                self._begin(record)
+            case "metrics" if self.run_id is not None and self.read > self.copied:
+                self._add_points(record)
+            case "end" if self.running:
+                self._close(record["state"], record["time"], record.get("reason"))
+        self.last_record = line
+
+    def _begin(self, record: Mapping[str, Any]) -> None:
+        number, started = record["attempt"], round(record["time"] * 1000)
+        run = self.known.get((number, started)) or self.client.create_run(
+            self.experiment,
+            start_time=started,
+            tags=_attempt_tags(self.config, record),
+            run_name=self.config["run"] + (f" attempt {number}" if number > 1 else ""),
+        )
+        self.run_id = run.info.run_id
+        self.running = run.info.status == "RUNNING"
+        self.copied = int(run.data.tags.get(TAG_MIRRORED_BYTES, 0))
+        if not self.copied:
+            self._log_config()
+
+    def _log_config(self) -> None:
+        from mlflow.entities import Param
+
+        settings = flatten({"plan": self.config["plan"], **self.config["config"]})
+        params = [Param(escape_key(name), value) for name, value in settings]
+        for start in range(0, len(params), 100):
+            self.client.log_batch(self._run, params=params[start : start + 100])
+        self._copy_files()
+        self.client.set_tag(self._run, TAG_MIRRORED_BYTES, str(self.read))
+
+    @property
+    def _run(self) -> str:
+        assert self.run_id is not None
+        return self.run_id
+
+    def _add_points(self, record: Mapping[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        timestamp, step = round(record["time"] * 1000), record["step"]
+        for name, word in record["values"].items():
+            key, value = escape_key(name), decode_number(word)
+            if math.isinf(value):
+                self.points.append(Metric(INFINITE_PREFIX + key, math.copysign(1.0, value), timestamp, step))
+                value = math.nan
+            self.points.append(Metric(key, value, timestamp, step))
+
+    def _flush(self) -> None:
+        from mlflow.entities import RunTag
+
+        done = [RunTag(TAG_MIRRORED_BYTES, str(self.read))]
+        for start in range(0, len(self.points), BATCH_POINTS):
+            batch, rest = self.points[start : start + BATCH_POINTS], self.points[start + BATCH_POINTS :]
+            self.client.log_batch(self._run, batch, tags=() if rest else done, synchronous=True)
+        self.points = []
+
+    def _close(self, state: str, time: float, reason: str | None) -> None:
+        self._flush()
+        self.client.set_tag(self._run, TAG_STATE, state)
+        if reason:
+            self.client.set_tag(self._run, TAG_END_REASON, reason[:_TAG_LIMIT])
+        self.client.set_terminated(self._run, _STATUS[state], end_time=round(time * 1000))
+        self.running = False
+
+    def _close_silent(self) -> None:
+        """The attempt died without a word: it ended, killed, with its last record."""
+        record = decode_record(self.last_record)
+        assert record is not None
+        self._close("killed", record["time"], None)
+
+    def _copy_files(self) -> None:
+        """Copy config, events and alerts, and for the hero its family's forecasts, where they changed."""
+        files = {self.folder / name: None for name in (CONFIG_FILE, EVENTS_FILE, ALERTS_FILE)}
+        if self.config["role"] == "hero":
+            forecasts = sorted((self.folder.parents[1] / "forecasts").glob("*.json"), key=_modified)
+            files |= dict.fromkeys(forecasts, "forecasts")
+            if forecasts and forecasts[-1] not in self.files:
+                self.client.set_tag(self._run, TAG_FORECAST_HASH, forecasts[-1].stem)
+        for path, parent in files.items():
+            if path.exists() and self.files.get(path) != (version := (path.stat().st_size, _modified(path))):
+                self.client.log_artifact(self._run, str(path), parent)
+                self.files[path] = version
+
+
+def _modified(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _attempt_tags(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, str]:
+    tags = {
+        TAG_LINEAGE: f"{config['family']}/{config['run']}",
+        TAG_ATTEMPT: start["attempt"],
+        TAG_RESTORED_STEP: start["step"],
+        TAG_FAMILY: config["family"],
+        TAG_RUN: config["run"],
+        TAG_ROLE: config["role"],
+        TAG_RUNG: config["rung"],
+        TAG_SEED: config["seed"],
+        TAG_STATE: "running",
+        TAG_CONFIG_HASH: config["config_hash"],
+        TAG_CORPUS_HASH: config.get("corpus_hash"),
+        TAG_CODE_VERSION: config.get("code_version"),
+        TAG_SCHEMA: SCHEMA_VERSION,
+    }
+    return {name: str(value) for name, value in tags.items() if value is not None}
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings as dotted names and texts; of a text MLflow would cut, the hash (config.json has the whole).
+
+    >>> list(flatten({"model": {"top_k": 2, "windows": [64, 0]}}))
+    [('model.top_k', '2'), ('model.windows', '[64,0]')]
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+            continue
+        text = value if isinstance(value, str) else canonical_json(value)
+        if len(text) > _PARAM_LIMIT:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            text = f"sha256:{digest} of {len(text)} characters, see {CONFIG_FILE}"
+        yield prefix + name, text
+
+
+def open_experiment(tracking_uri: str, family: str) -> "tuple[MlflowClient, str]":
+    """A client and the id of the family's experiment, both made if need be, by one process at a time.
+
+    Several processes that create a SQLite store's tables at once would leave it broken for good.
+    """
+    path = sqlite_path(tracking_uri)
+    if path is None:
+        client = open_client(tracking_uri)
+        return client, _find_or_create(client, family, None)
+    make_folder(path.parent)
+    with _locked(path.with_name(f"{path.name}.lock")):
+        client = open_client(tracking_uri)
+        folder = path.absolute().parent / "mlflow-artifacts" / family
+        experiment = _find_or_create(client, family, folder.as_uri())
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+    return client, experiment
+
+
+def _find_or_create(client: "MlflowClient", family: str, artifacts: str | None) -> str:
+    from mlflow.exceptions import MlflowException
+
+    experiment = find_experiment(client, family)
+    if experiment is None:
+        # In the interface's other mode, the charts of a training run are not shown.
+        tags = {"mlflow.experimentKind": "custom_model_development"}
+        try:
+            experiment = client.create_experiment(family, artifact_location=artifacts, tags=tags)
+        except MlflowException:
+            experiment = find_experiment(client, family)  # another process was faster
+            if experiment is None:
+                raise
+    return experiment
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def copy_once(folder: Path, tracking_uri: str) -> None:
+    """Copy all that MLflow lacks of one run, after any other mirror of it."""
+    with _locked(folder / "mirror.lock"):
+        Copier(folder, tracking_uri).advance(last=True)
+
+
+def follow(folder: Path, tracking_uri: str, *, stopped: Callable[[float], bool]) -> bool:
+    """Copy as the journal grows until the trainer stops, then what is left; whether all of it was copied.
+
+    Args:
+        stopped: waits for at most the seconds given, and says whether the trainer has stopped.
+    """
+    copier: Copier | None = None
+    failures, pause, give_up = 0, 0.0, math.inf
+    with _locked(folder / "mirror.lock"):
+        while True:
+            last = stopped(pause)
+            give_up = min(give_up, time.monotonic() + GIVE_UP_S) if last else math.inf
+            try:
+                copier = copier or Copier(folder, tracking_uri)
+                copier.advance(last=last)
+            except Exception as error:
+                copier, pause = None, RETRY_S[min(failures, len(RETRY_S) - 1)]
+                failures += 1
+                if failures == 1:
+                    _warn(tracking_uri, error)
+                if time.monotonic() > give_up:
+                    return False
+                continue
+            if last:
+                return True
+            failures, pause = 0, POLL_S
+
+
+def _warn(tracking_uri: str, error: Exception) -> None:
+    reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+    print(
+        f"tracking {public_address(tracking_uri)!r} failed ({reason}); training goes on, "
+        "points stay in the journal and are copied when it works again",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Follow the folder named by the argument until standard input closes."""
+    os.nice(19)
+
+    closed = False
+
+    def stopped(seconds: float) -> bool:
+        nonlocal closed
+        if closed:
+            time.sleep(min(seconds, 2.0))
+        closed = closed or bool(select.select([sys.stdin], [], [], seconds)[0])
+        return closed
+
+    folder, tracking_uri = Path(sys.argv[1]), os.environ[TRACKING_VARIABLE]
+    return 0 if follow(folder, tracking_uri, stopped=stopped) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""From a family's runs to a registered forecast, and from the finished hero to what became of it.
+
+The laws, intervals and curves are `rungwise.analysis`; here runs are gathered and handed over.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from rungwise.analysis.curves import forecast_curve
+from rungwise.analysis.forecast import Forecast, forecast_final
+from rungwise.analysis.points import final_eval_loss, final_train_loss, ladder_points, logged_values
+from rungwise.analysis.registry import load_registered, register
+from rungwise.analysis.source import RunRecord, load_runs
+from rungwise.ladder.family import load_family
+from rungwise.ladder.home import forecasts_folder
+from rungwise.ladder.plan import plan_ladder
+
+CURVE_METRICS: Final = ("eval/loss", "train/loss")
+"""Losses whose whole trajectory is forecast and registered."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FamilyRuns:
+    """A family's plan, the runs there are, and the forecast registered for its hero."""
+
+    family: str
+    plan: dict[str, Any]
+    """What `ladder plan --json` prints."""
+    records: list[RunRecord]
+    registered: Forecast | None
+
+    @property
+    def rungs(self) -> list[RunRecord]:
+        return [record for record in self.records if record.role == "rung"]
+
+    @property
+    def hero(self) -> RunRecord | None:
+        return next((record for record in self.records if record.role == "hero"), None)
+
+    def record(self, run: str) -> RunRecord:
+        """The run of that name.
+
+        Raises:
+            ValueError: it has not started, or there is none.
+        """
+        for record in self.records:
+            if record.run == run:
+                return record
+        known = ", ".join(record.run for record in self.records) or "none"
+        raise ValueError(f"run {run!r} of {self.family} has not started; started are: {known}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The finished hero beside its registered forecast. Losses in nats per token."""
+
+    measured: float
+    error: float
+    """Forecast minus measured."""
+    held: bool | None
+    """Whether the measured loss lies inside the interval; None where the forecast has none."""
+    skill: float
+    """1 − |error| ÷ |error of copying the top rung's loss|."""
+
+
+def load_family_runs(family: str, *, home: Path, tracking: str | None = None) -> FamilyRuns:
+    """Plan, runs and registered forecast of a family; runs that are not here come from `tracking`.
+
+    Raises:
+        ValueError: unknown family, a file that is not ours or was changed, or a server that does not answer.
+    """
+    plan = plan_ladder(load_family(family)).to_dict()
+    name = plan["family"]
+    return FamilyRuns(
+        family=name,
+        plan=plan,
+        records=load_runs(home, name, tracking_uri=tracking),
+        registered=load_registered(forecasts_folder(home, name)),
+    )
+
+
+def forecast_runs(runs: FamilyRuns, *, level: float = 0.9) -> Forecast:
+    """Forecast of the hero's final loss and, where the rungs leave an interval, of its whole curves.
+
+    Raises:
+        ValueError: the ladder and the hero do not compare; the message says why.
+        UnfitForecast: fewer than three usable rungs.
+    """
+    points = ladder_points(runs.rungs)
+    target = {key: value for key, value in runs.plan["hero"].items() if isinstance(value, int | float | str)}
+    forecast = forecast_final(points, target, level=level)
+    if forecast.low is None:
+        return forecast
+    used = {row["run"] for row in forecast.used}
+    for metric in CURVE_METRICS:
+        curves = rung_curves((record for record in runs.rungs if record.run in used), metric)
+        if set(curves["run"]) == used:
+            final = forecast if metric == forecast.metric else None
+            curve = forecast_curve(curves, target, level=level, final=final)
+            forecast = forecast.with_curve(curve, metric=metric)
+    return forecast
+
+
+def rung_curves(records: Iterable[RunRecord], metric: str) -> pd.DataFrame:
+    """Curves of one loss: columns run, progress (share of the run's steps), loss, and the plan's sizes."""
+    tables = [pd.DataFrame(columns=["run", "progress", "loss"])]
+    for record in records:
+        steps, values = logged_values(record.trajectory, metric)
+        scalars = {key: record.plan[key] for key in ("flops", "num_params", "num_active_params", "tokens")}
+        progress = steps / record.plan["steps"]
+        tables.append(pd.DataFrame({"run": record.run, "progress": progress, "loss": values, **scalars}))
+    return pd.concat([table for table in tables if len(table)] or tables)
+
+
+def register_forecast(forecast: Forecast, runs: FamilyRuns, *, home: Path) -> str:
+    """Freezes a forecast under its hash and returns it; the same content again changes nothing.
+
+    Raises:
+        ValueError: the hero has started, or another forecast is registered.
+    """
+    if runs.registered is None and runs.hero is not None and runs.hero.attempts:
+        raise ValueError(
+            f"the hero of {runs.family} has started; a forecast must be registered before that, to be one"
+        )
+    return register(forecast, forecasts_folder(home, runs.family))
+
+
+def hero_outcome(runs: FamilyRuns) -> Outcome | None:
+    """What became of the registered forecast; None until the hero has finished, or without a forecast."""
+    forecast, hero = runs.registered, runs.hero
+    if forecast is None or hero is None or hero.state != "finished":
+        return None
+    measured = (final_eval_loss if forecast.metric == "eval/loss" else final_train_loss)(hero.trajectory)
+    if measured is None:
+        return None
+    held = None
+    if forecast.low is not None and forecast.high is not None:
+        held = bool(forecast.low <= measured <= forecast.high)
+    error = forecast.point - measured
+    skill = 1.0 - abs(error) / abs(top_rung_loss(forecast) - measured)
+    return Outcome(measured=measured, error=error, held=held, skill=skill)
+
+
+def top_rung_loss(forecast: Forecast) -> float:
+    """Mean final loss of the largest rung used, nats: the forecast of somebody who forecasts nothing."""
+    most = max(row["flops"] for row in forecast.used)
+    return float(np.mean([row["loss"] for row in forecast.used if row["flops"] > 0.999 * most]))

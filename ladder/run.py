@@ -1,0 +1,191 @@
+"""Runs a family's ladder or hero: skips what is finished, resumes what is not, side by side where there is room.
+
+One run trains in this process. Several run as children of their own, each with its threads, as many at once as the
+machine has cores for; a child that fails does not end the others.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rungwise.ladder.console import ProgressView, log
+from rungwise.ladder.family import LadderConfig, RunConfig, family_text, load_family
+from rungwise.ladder.home import family_folder, make_folder, resolve_tracking, run_folder
+from rungwise.ladder.status import run_status
+
+POLL_SECONDS = 0.5
+CHILD_LOG = "train.log"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a family's runs live and are mirrored to."""
+
+    home: Path
+    tracking: str
+
+    def folder(self, config: RunConfig) -> Path:
+        return run_folder(self.home, config.family, config.run)
+
+    @property
+    def cache(self) -> Path:
+        """Tokenised text and compiled programs, shared by all runs; safe to delete."""
+        return self.home / "cache"
+
+
+def run_ladder(
+    family: str,
+    *,
+    home: Path,
+    runs: tuple[str, ...] | None = None,
+    hero: bool = False,
+    tracking: str | None = None,
+    progress: bool = True,
+) -> None:
+    """Trains the named runs, by default every rung's, or the hero.
+
+    Args:
+        family: a shipped name or a path.
+        runs: run names such as `d64` or `d32-seed1`.
+    Raises:
+        ValueError: bad input, or a run that failed; the message names it and its log.
+    """
+    config = load_family(family)
+    if config.plan_only:
+        raise ValueError(
+            f"family {config.name} is plan_only: use `ladder plan {family}`; it is not meant to be trained here"
+        )
+    wanted = _chosen(config, runs, hero=hero)
+    place = Place(make_folder(home), resolve_tracking(home, tracking))
+    todo = [run for run in wanted if run_status(place.folder(run))["state"] != "done"]
+    if not todo:
+        return
+    _keep_family(config.name, family_text(family), place)
+    if len(todo) == 1:
+        train_here(todo[0], place, progress=progress)
+    else:
+        _train_side_by_side(todo, place, progress=progress)
+
+
+def _chosen(config: LadderConfig, names: tuple[str, ...] | None, *, hero: bool) -> tuple[RunConfig, ...]:
+    if hero:
+        return (config.hero_run,)
+    if names is None:
+        return config.rung_runs
+    known = {run.run: run for run in config.rung_runs}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"rung {name!r} is not in family {config.name}; its runs are {', '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
+def _keep_family(name: str, text: str, place: Place) -> None:
+    """A copy of the family file beside its runs: what children and later readers use."""
+    path = make_folder(family_folder(place.home, name)) / "family.toml"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def train_here(config: RunConfig, place: Place, *, progress: bool) -> None:
+    """Trains one run in this process, mirrored and, if it is the hero, watched."""
+    _prepare_backend(config, place)
+    from rungwise.ladder.live import LiveWatch
+    from rungwise.ladder.train import train_run
+
+    folder = place.folder(config)
+    with ProgressView(enabled=progress) as view:
+        view.start(config.run, config.steps, step=run_status(folder)["step"])
+
+        def show(step: int, values: dict[str, float]) -> None:
+            if "train/loss" in values:
+                view.update(
+                    config.run,
+                    step,
+                    loss=values["train/loss"],
+                    tokens_per_second=values["perf/tokens_per_second"],
+                )
+
+        observers = (show, LiveWatch(config, home=place.home)) if config.role == "hero" else (show,)
+        train_run(config, folder, cache=place.cache, tracking=place.tracking, observers=observers)
+
+
+def _prepare_backend(config: RunConfig, place: Place) -> None:
+    """Thread count and compilation cache, which jax reads when it starts."""
+    os.environ["NPROC"] = str(config.threads)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(place.cache / "compiled"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bool) -> None:
+    """Children, longest first, as many at once as their threads fit the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting = sorted(todo, key=lambda run: run.tokens * run.model.hidden_dim**2)
+    running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]] = {}
+    failed: list[str] = []
+    with ProgressView(enabled=progress) as view:
+        try:
+            while waiting or running:
+                while waiting and _fits(waiting[-1], running, cores):
+                    config = waiting.pop()
+                    running[config.run] = config, _start_child(config, place)
+                    view.start(config.run, config.steps, step=run_status(place.folder(config))["step"])
+                time.sleep(POLL_SECONDS)
+                for name, (config, child) in list(running.items()):
+                    _show(view, config, place)
+                    if child.poll() is not None:
+                        del running[name]
+                        if child.returncode:
+                            failed.append(_failure(config, place, child.returncode))
+                            log(f"{failed[-1]}; the other runs go on")
+        finally:
+            for _, child in running.values():
+                child.terminate()
+            for _, child in running.values():
+                child.wait()
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(todo)} runs failed: {'; '.join(failed)}")
+
+
+def _fits(
+    config: RunConfig, running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]], cores: int
+) -> bool:
+    used = sum(other.threads for other, _ in running.values())
+    return not running or used + config.threads <= cores
+
+
+def _start_child(config: RunConfig, place: Place) -> subprocess.Popen[bytes]:
+    folder = make_folder(place.folder(config))
+    command = [
+        *(sys.executable, "-P", "-m", "rungwise.ladder", "run"),
+        *(str(family_folder(place.home, config.family) / "family.toml"), "--rung", config.run),
+        *("--home", str(place.home), "--quiet"),
+    ]
+    with (folder / CHILD_LOG).open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            env=os.environ
+            | {"MLFLOW_TRACKING_URI": place.tracking},  # not an argument: it may hold a password
+        )
+
+
+def _show(view: ProgressView, config: RunConfig, place: Place) -> None:
+    status = run_status(place.folder(config))
+    if status["loss"] is not None and status["tokens_per_second"]:
+        view.update(
+            config.run, status["step"], loss=status["loss"], tokens_per_second=status["tokens_per_second"]
+        )
+
+
+def _failure(config: RunConfig, place: Place, code: int) -> str:
+    path = place.folder(config) / CHILD_LOG
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+    return f"{config.run}: {said} (log: {path})"

@@ -1,0 +1,244 @@
+"""How results look in a terminal: each function turns the object that `--json` prints into Rich tables."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from rungwise.analysis.vocabulary import decode_number
+from rungwise.ladder.console import duration
+
+_STATE_STYLES = {"done": "green", "running": "cyan", "stale": "yellow", "failed": "red", "not started": "dim"}
+_VERDICT_STYLES = {"healthy": "green", "alert": "red", "cannot_judge": "yellow"}
+_SEVERITY_STYLES = {"info": "dim", "warning": "yellow", "critical": "red"}
+
+
+def quantity(value: float | None) -> str:
+    """A count in three significant digits with its unit prefix; an empty string where missing.
+
+    >>> quantity(1_081_344), quantity(960), quantity(2.5e15), quantity(None)
+    ('1.08 M', '960', '2.5 P', '')
+    """
+    if value is None:
+        return ""
+    for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if abs(value) >= 10**power:
+            return f"{value / 10**power:.3g} {prefix}"
+    return f"{value:.3g}"
+
+
+def loss_text(value: float | str | None) -> str:
+    """A loss in nats to four decimals; non-finite values as words, missing ones as a dash."""
+    return "–" if value is None else f"{decode_number(value):.4f}"
+
+
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", caption=caption)
+    table.caption_justify = "left"
+    for position, name in enumerate(columns):
+        table.add_column(name, justify="left" if position == 0 else "right")
+    return table
+
+
+def _exact(value: float) -> str:
+    return f"{value:,}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+_PLAN_ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("width × layers", lambda r: f"{r['hidden_dim']} × {r['num_layers']}"),
+    ("total parameters", lambda r: quantity(r["num_params"])),
+    ("active parameters", lambda r: quantity(r["num_active_params"])),
+    ("tokens", lambda r: quantity(r["tokens"])),
+    ("tokens per active parameter", lambda r: f"{r['tokens'] / r['num_active_params']:.1f}"),
+    ("steps", lambda r: _exact(r["steps"])),
+    ("batch × sequence", lambda r: f"{r['batch_size']} × {r['seq_len']}"),
+    ("learning rate", lambda r: _short(r["learning_rate"])),
+    ("training FLOPs, no head", lambda r: quantity(r["flops"])),
+    ("training FLOPs, with head", lambda r: quantity(r["flops_with_head"])),
+)
+
+
+def plan_cells(plan: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str]:
+    """Heads, rows and a note: one column a rung and one for the hero; the seeds of a rung share a column."""
+    seeds = Counter(record["rung"] for record in plan["rungs"])
+    hero = plan["hero"]
+    runs = [record for record in (*plan["rungs"], hero) if record["name"] == record["rung"]]
+    rows = [["seeds", *(str(seeds[record["rung"]] or 1) for record in runs)]]
+    rows += [[label, *(text(record) for record in runs)] for label, text in _PLAN_ROWS]
+    rows.append(["share of the hero", *(f"{record['flops'] / hero['flops']:.2%}" for record in runs)])
+    note = (
+        f"{hero['num_experts']} experts, top {hero['top_k']}, {hero['num_shared_experts']} shared; "
+        f"vocabulary {hero['vocab_size']:,}; {hero['optimizer']}; "
+        f"{hero['transport']} over {hero['num_ranks']} ranks.\n"
+        f"The whole ladder costs {plan['ladder_flops_share']:.1%} of the hero's training FLOPs."
+    )
+    return ["", *(record["name"] for record in runs)], rows, note
+
+
+def plan_table(plan: Mapping[str, Any]) -> RenderableType:
+    """Every derived number of a family."""
+    columns, rows, note = plan_cells(plan)
+    table = _table(f"plan of {plan['family']}", *columns, caption=note)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def status_table(status: Mapping[str, Any]) -> RenderableType:
+    """One row a run: how far it is, how it does, how long it still takes."""
+    columns = ("run", "state", "step", "loss", "tokens/s", "time left", "attempts")
+    table = _table(f"runs of {status['family']}", *columns)
+    for run in status["runs"]:
+        style = _STATE_STYLES[run["state"]]
+        steps = f"{run['step']:,} / {run['steps']:,}" if run["steps"] else f"{run['step']:,}"
+        table.add_row(
+            run["run"],
+            f"[{style}]{run['state']}[/]",
+            steps,
+            loss_text(run["loss"]),
+            quantity(run["tokens_per_second"]),
+            duration(run["seconds_left"]),
+            str(run["attempts"]),
+        )
+        if run["reason"]:
+            table.add_row("", f"[{style}]{escape(run['reason'])}[/]")
+    return table
+
+
+def forecast_table(forecast: Mapping[str, Any]) -> RenderableType:
+    """The forecast first, then what it rests on, what it refuses and what to beware of."""
+    table = _table(
+        f"forecast of {forecast['metric']}, nats per token", "", "", caption=f"hash {forecast['hash']}"
+    )
+    table.show_header = False
+    table.columns[1].justify = "left"
+    table.columns[1].overflow = "fold"
+    laws = (f"{law['role']}: {law_text(law)} → {law['value']:.4f}" for law in forecast["laws"])
+    refused = (f"{item['run']}: {item['reason']}" for item in forecast["refused"])
+    rows = {
+        "final loss": f"{forecast['point']:.4f}",
+        f"{forecast['level']:.0%} interval": interval_text(forecast),
+        "half-width": half_width_text(forecast),
+        "status": forecast["status"],
+        "degrees of freedom": str(forecast["degrees_of_freedom"]),
+        "extrapolates by": f"{forecast['extrapolation_ratio']:.3g} × the largest rung's compute",
+        "laws": "\n".join(laws),
+        "runs used": ", ".join(row["run"] for row in forecast["used"]),
+        "runs refused": "\n".join(refused) or "none",
+        "loss rule": forecast["loss_rule"],
+        "beware": "\n".join(forecast["warnings"]) or "nothing noted",
+    }
+    for name, text in rows.items():
+        table.add_row(name, escape(text))
+    return table
+
+
+def law_text(law: Mapping[str, Any]) -> str:
+    """A fitted law as a formula, C in FLOPs.
+
+    >>> law_text({"floor": 1.6, "amplitude": 95.25, "exponent": 0.09412})
+    '1.6 + 95.25 · C^-0.09412'
+    """
+    return f"{law['floor']:.4g} + {law['amplitude']:.4g} · C^-{law['exponent']:.4g}"
+
+
+def interval_text(forecast: Mapping[str, Any]) -> str:
+    """The interval in nats, or the word that there is none."""
+    if forecast["low"] is None:
+        return "none"
+    return f"{forecast['low']:.4f} … {forecast['high']:.4f}"
+
+
+def half_width_text(forecast: Mapping[str, Any]) -> str:
+    """Half the interval in nats, as a factor of compute, and beside the fall from top rung to hero."""
+    half = forecast["half_width"]
+    if half["nats"] is None:
+        return "none"
+    parts = [f"{half['nats']:.4f} nats"]
+    if half["compute_factor"] is not None:
+        parts.append(f"a factor {half['compute_factor']:.2f} of compute")
+    if half["of_fall"] is not None:
+        parts.append(f"{half['of_fall']:.0%} of the fall from the top rung")
+    return ", ".join(parts)
+
+
+def _word(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def verdict_table(verdict: Mapping[str, Any], remarks: Sequence[str] = ()) -> RenderableType:
+    """State in one line, then one row an alert, then what could not be judged."""
+    style = _VERDICT_STYLES[verdict["state"]]
+    word = verdict["state"].replace("_", " ")
+    head = f"[bold]{verdict['run']}[/] at step {verdict['step']}: [bold {style}]{word}[/]"
+    parts: list[RenderableType] = [head]
+    if verdict["alerts"]:
+        columns = ("rule", "severity", "state", "since step", "observed", "expected", "what it means")
+        table = _table("alerts", *columns)
+        table.columns[-1].justify = "left"
+        for alert in verdict["alerts"]:
+            colour = _SEVERITY_STYLES[alert["severity"]]
+            table.add_row(
+                f"{alert['rule']}\n[dim]{alert['metric']}[/]",
+                f"[{colour}]{alert['severity']}[/]",
+                alert["state"],
+                str(alert["since"]),
+                _word(alert["observed"]),
+                _word(alert["expected"]),
+                escape(str(alert["explanation"])),
+            )
+        parts.append(table)
+    parts += [f"[dim]{escape(remark)}[/]" for remark in remarks]
+    return Group(*parts)
+
+
+def demo_table(result: Mapping[str, Any]) -> RenderableType:
+    """The end of the demo: forecast, outcome, verdict, and where to look."""
+    forecast, outcome = result["forecast"], result["outcome"]
+    table = _table(f"{result['family']}: what came of the forecast", "", "")
+    table.show_header = False
+    table.columns[1].justify, table.columns[1].overflow = "left", "fold"
+    table.add_row(
+        "forecast", f"{forecast['point']:.4f} nats per token, final {forecast['metric']} of the hero"
+    )
+    table.add_row(
+        f"{forecast['level']:.0%} interval",
+        f"{interval_text(forecast)}; half-width {half_width_text(forecast)}",
+    )
+    if outcome is not None:
+        table.add_row("outcome", f"{outcome['measured']:.4f}, the forecast missed by {outcome['error']:+.4f}")
+        held = {
+            True: "[green]the forecast held",
+            False: "[red]the forecast did not hold",
+            None: "[yellow]no interval to hold",
+        }
+        table.add_row("verdict", f"{held[outcome['held']]}[/]; skill {outcome['skill']:.2f}")
+    table.add_row("watch", result["watch"].replace("_", " "))
+    table.add_row("report", escape(result["report"]))
+    table.add_row("the runs in MLflow", escape(result["mlflow_ui"]))
+    return table
+
+
+def bench_table(result: Mapping[str, Any]) -> RenderableType:
+    """Every figure of `ladder bench` by its path, whatever it measured on this machine."""
+    table = _table("bench", "figure", "value")
+    for path, value in _leaves(result):
+        table.add_row(escape(path), escape(_word(value)))
+    return table
+
+
+def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        pairs = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        pairs = [(str(position), item) for position, item in enumerate(value)]
+    else:
+        return [(path, value)]
+    return [leaf for key, item in pairs for leaf in _leaves(item, f"{path}.{key}" if path else key)]

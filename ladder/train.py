@@ -1,0 +1,287 @@
+"""One run, from its config to its last step: data, steps, evaluations, checkpoints, journal.
+
+The loop sends step n before it reads the figures of step n − 1, so that recording and judging never stall the device.
+A run killed at any moment resumes from its last whole checkpoint and ends with the same parameters, bit for bit.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from rungwise.ladder.batches import Batches, HeldOut, held_out_windows
+from rungwise.ladder.checkpoint import Checkpoints
+from rungwise.ladder.corpus import load_corpus
+from rungwise.ladder.family import RunConfig
+from rungwise.ladder.home import make_folder
+from rungwise.ladder.journal import Journal
+from rungwise.ladder.metrics import progress_metrics, source_metrics, step_metrics
+from rungwise.ladder.provenance import write_run_config
+from rungwise.ladder.step import (
+    TrainState,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    state_to_tree,
+    tree_to_state,
+)
+from rungwise.ladder.tokenizer import Tokens, bits_per_byte, build_tokenizer, tokenize
+from rungwise.ladder.tracking import Mirror
+from rungwise.model.accounting import count_flops
+
+Observer = Callable[[int, dict[str, float]], None]
+"""Called with (step, every metric of the step) after the journal has it: progress bars and the watch."""
+
+CEILING_SIZE = 1024
+"""Edge of the square float32 product whose speed is the denominator of `perf/mfu`."""
+
+
+class RunData(NamedTuple):
+    """Text of a run, ready to train on."""
+
+    batches: Batches
+    held_out: HeldOut
+    corpus_hash: str
+
+
+@dataclass
+class Schedule:
+    """At which steps a run evaluates and saves: equal parts of the run, and always the last step."""
+
+    steps: int
+    every_fraction: float
+    marks: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = max(1, round(1 / self.every_fraction))
+        self.marks = frozenset(max(1, round(self.steps * part / parts)) for part in range(1, parts + 1))
+
+    def __contains__(self, step: int) -> bool:
+        return step in self.marks
+
+
+def load_tokens(config: RunConfig, cache: Path) -> Tokens:
+    """The run's corpus in its tokenizer's ids."""
+    corpus = load_corpus(config.data.path or "python-docs")
+    tokenizer = build_tokenizer(
+        corpus, kind=config.data.tokenizer, vocab_size=config.model.vocab_size, cache=make_folder(cache)
+    )
+    return tokenize(corpus, tokenizer, cache=cache)
+
+
+def load_data(config: RunConfig, cache: Path) -> RunData:
+    """Batches and held-out windows of a run.
+
+    Raises:
+        ValueError: the corpus is empty, or shorter than the token budget allows.
+    """
+    tokens = load_tokens(config, cache)
+    batches = Batches(
+        tokens,
+        seq_len=config.model.seq_len,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        max_epochs=config.data.max_epochs,
+    )
+    batches.check_budget(config.steps)
+    held_out = held_out_windows(tokens, seq_len=config.model.seq_len, count=config.evaluation.num_sequences)
+    return RunData(batches, held_out, tokens.corpus_hash)
+
+
+class Evaluator:
+    """Loss on the fixed held-out windows, without any effect on the run's state."""
+
+    def __init__(self, config: RunConfig, held_out: HeldOut):
+        self._held_out = held_out
+        self._batch = _evaluation_batch(config, len(held_out.windows))
+        self._dropless = jax.jit(make_eval_step(config))
+        self._dropping = jax.jit(make_eval_step(config, dropping=True))
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Dropless loss, overall, by subset and in bits per byte."""
+        losses = self._losses(self._dropless, state)
+        loss = float(np.mean(losses))
+        subsets = {
+            f"eval/{name}/loss": float(np.mean(losses[self._held_out.subset_ids == index]))
+            for index, name in enumerate(self._held_out.subsets)
+            if np.any(self._held_out.subset_ids == index)
+        }
+        bits = bits_per_byte(loss, bytes_per_token=self._held_out.bytes_per_token)
+        return {"eval/loss": loss, "eval/bits_per_byte": bits, **subsets}
+
+    def evaluate_dropping(self, state: TrainState) -> dict[str, float]:
+        """Loss through the training transport, drops included."""
+        return {"eval_dropping/loss": float(np.mean(self._losses(self._dropping, state)))}
+
+    def _losses(self, step: Callable[[TrainState, jax.Array], jax.Array], state: TrainState) -> np.ndarray:
+        windows = self._held_out.windows
+        parts = [step(state, windows[at : at + self._batch]) for at in range(0, len(windows), self._batch)]
+        return np.concatenate([np.asarray(part, np.float64) for part in parts])
+
+
+def _evaluation_batch(config: RunConfig, count: int) -> int:
+    """Sequences evaluated together: whole groups of ranks, at most the training batch's worth, dividing the set."""
+    group = config.data_replicas * config.transport.num_ranks
+    fitting = [size for size in range(group, count + 1, group) if count % size == 0]
+    if not fitting:
+        raise ValueError(
+            f"evaluation.num_sequences {count} does not divide by {group} ranks; choose a multiple of {group}"
+        )
+    return max((size for size in fitting if size <= max(config.batch_size, group)), default=fitting[0])
+
+
+def matmul_ceiling(size: int = CEILING_SIZE, tries: int = 5) -> float:
+    """FLOPs per second of a square float32 product in this process, the best of a few tries."""
+    matrix = jax.random.normal(jax.random.key(0), (size, size))
+    product = jax.jit(lambda left: left @ left)
+    jax.block_until_ready(product(matrix))
+    best = float("inf")
+    for _ in range(tries):
+        start = time.perf_counter()
+        jax.block_until_ready(product(matrix))
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+@dataclass
+class Trainer:
+    """A run in progress. `train` goes from wherever the last whole checkpoint left it to the end."""
+
+    config: RunConfig
+    folder: Path
+    data: RunData
+    journal: Journal
+    observers: tuple[Observer, ...] = ()
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.checkpoint.keep)
+        self._evaluator = Evaluator(config, self.data.held_out)
+        self._eval_marks = Schedule(config.steps, config.evaluation.every_fraction)
+        self._save_marks = Schedule(config.steps, config.checkpoint.every_fraction)
+        flops = count_flops(config.model)
+        self._flops_per_token = flops.total(head=False)
+        self._work_per_step = config.tokens_per_step * flops.total(head=True, causal=True)
+        self._ceiling = matmul_ceiling()
+
+    @property
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "run": self.config.run,
+            "config_hash": self.config.content_hash,
+            "corpus_hash": self.data.corpus_hash,
+            "jax": jax.__version__,
+        }
+
+    def restore(self) -> tuple[int, TrainState]:
+        """The last whole checkpoint's step and state, or step 0 and a fresh state.
+
+        Raises:
+            ValueError: the checkpoint is of another config or corpus; the message names which.
+        """
+        if self._checkpoints.latest_step() is None:
+            return 0, init_state(self.config)
+        like = jax.eval_shape(lambda: init_state(self.config))
+        step, tree, meta = self._checkpoints.restore(state_to_tree(like))
+        for key in ("config_hash", "corpus_hash"):
+            if meta[key] != self._meta[key]:
+                raise ValueError(
+                    f"{key} of the checkpoint at step {step} is {meta[key][:12]}, the run's is {self._meta[key][:12]};"
+                    f" restore the old definition or move {self.folder} away"
+                )
+        return step, tree_to_state(tree, like)
+
+    def train(self) -> TrainState:
+        """Runs to the last step and ends the journal's attempt as finished."""
+        done, state = self.restore()
+        self.journal.start_attempt(
+            done, device=jax.devices()[0].platform, threads=self.config.threads, jax=jax.__version__
+        )
+        train_step = jax.jit(make_train_step(self.config), donate_argnums=0)
+        pending: tuple[int, Any, float] | None = None
+        for step, tokens in self._batches_from(done):
+            if step == done + 1:
+                train_step = train_step.lower(
+                    state, tokens
+                ).compile()  # apart, so that no step's time holds it
+            started = time.perf_counter()
+            state, figures = train_step(state, tokens)
+            if pending is not None:
+                self._record(*pending)
+            pending = (step, figures, started)
+            if step in self._eval_marks or step in self._save_marks:
+                self._record(*pending)
+                pending = None
+                self._at_mark(step, state)
+        if pending is not None:
+            self._record(*pending)
+        self.journal.end(self.config.steps, "finished")
+        return state
+
+    def _batches_from(self, done: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(step number after this batch, tokens); the data position is the step itself."""
+        for index in range(done, self.config.steps):
+            yield index + 1, self.data.batches.batch(index)
+
+    def _record(self, step: int, figures: Any, started: float) -> None:
+        """Waits for a step's figures and writes them: journal first, observers after."""
+        values, layers = step_metrics(jax.device_get(figures))
+        now = time.perf_counter()
+        seconds = now - max(started, self._last_record)
+        self._last_record = now
+        config = self.config
+        values |= progress_metrics(
+            step=step,
+            steps=config.steps,
+            tokens_per_step=config.tokens_per_step,
+            flops_per_token=self._flops_per_token,
+        )
+        values |= source_metrics(self.data.batches.source_fractions(step - 1))
+        values["perf/tokens_per_second"] = config.tokens_per_step / seconds
+        values["perf/mfu"] = self._work_per_step / seconds / self._ceiling
+        self.journal.write(step, values, layers=layers)
+        self._observe(step, values)
+
+    _last_record: float = 0.0
+
+    def _at_mark(self, step: int, state: TrainState) -> None:
+        if step in self._eval_marks:
+            values = self._evaluator.evaluate(state)
+            if step == self.config.steps:
+                values |= self._evaluator.evaluate_dropping(state)
+            self.journal.write(step, values)
+            self._observe(step, values)
+        if step in self._save_marks:
+            self.journal.sync()
+            self._checkpoints.save(step, state_to_tree(state), meta=self._meta)
+        self._last_record = time.perf_counter()
+
+    def _observe(self, step: int, values: dict[str, float]) -> None:
+        row = {"progress/tokens": float(step * self.config.tokens_per_step), **values}
+        for observer in self.observers:
+            observer(step, row)
+
+
+def train_run(
+    config: RunConfig, folder: Path, *, cache: Path, tracking: str, observers: tuple[Observer, ...] = ()
+) -> None:
+    """Trains one run to its end in this process, mirrored to MLflow as it goes.
+
+    Args:
+        folder: the run's own folder.
+        cache: where tokenised text is kept between runs.
+        tracking: MLflow address.
+    Raises:
+        ValueError: bad input, or a folder that holds another definition of this run; nothing is half-written.
+    """
+    data = load_data(config, cache)
+    write_run_config(make_folder(folder), config, corpus_hash=data.corpus_hash)
+    with (
+        Mirror(folder, tracking_uri=tracking),
+        Journal(folder, family=config.family, run=config.run) as journal,
+    ):
+        Trainer(config, folder, data, journal, observers).train()

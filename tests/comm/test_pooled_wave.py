@@ -1,0 +1,177 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+
+from rungwise.comm.collectives import COLLECTIVE
+
+
+def check_against_rule(layer):
+    """Kept sets and counters exactly those of the rule written as loops, values those of the kept assignments."""
+    usable, sent, kept = layer.expected_drops()
+    result = layer.result()
+    np.testing.assert_array_equal(result.kept, kept)
+    counts = jax.tree.map(lambda count: np.asarray(count), result.counts)
+    np.testing.assert_array_equal(counts.valid, usable.sum((1, 2)))
+    np.testing.assert_array_equal(counts.sender_dropped, (usable & ~sent).sum((1, 2)))
+    np.testing.assert_array_equal(counts.receiver_dropped, (sent & ~kept).sum((1, 2)))
+    np.testing.assert_array_equal(counts.tokens_lost_all_routes, (layer.valid & ~kept.any(-1)).sum(1))
+    np.testing.assert_array_equal(
+        counts.valid - counts.sender_dropped - counts.receiver_dropped, kept.sum((1, 2))
+    )
+    load = np.bincount(layer.expert_ids[usable], minlength=layer.config.num_experts)
+    np.testing.assert_array_equal(counts.expert_load.sum(0), load)
+    np.testing.assert_array_equal(counts.rank_load.sum(0), load.reshape(layer.config.num_ranks, -1).sum(-1))
+    np.testing.assert_allclose(result.output, layer.expected_output(kept), rtol=1e-5, atol=1e-5)
+    return counts
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    shape=st.sampled_from([(1, 1), (1, 2), (2, 2), (4, 1), (4, 2)]),
+    factor=st.sampled_from([0.5, 1.0, 1.15, 2.0]),
+    receiver_factor=st.sampled_from([0.5, 1.0, 1.33]),
+    skew=st.sampled_from([0.0, 1.0, 3.0]),
+    padding=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_pooled_wave_keeps_what_the_rule_keeps(moe, shape, factor, receiver_factor, skew, padding, seed):
+    num_ranks, num_waves = shape
+    valid = np.random.default_rng(seed).random((num_ranks, 16)) >= padding
+    layer = moe.layer(
+        num_ranks=num_ranks,
+        num_waves=num_waves,
+        factor=factor,
+        receiver_factor=receiver_factor,
+        skew=skew,
+        seed=seed,
+        valid=valid,
+    )
+    check_against_rule(layer)
+
+
+def test_pooled_wave_hot_expert_by_hand(moe):
+    # 2 ranks × 4 tokens, 4 experts; everyone wants expert 0. Pool: ceil(1.5·4/2) = 3 slots, expert: ceil(1·4/2) = 2 rows.
+    layer = moe.layer(
+        num_ranks=2,
+        num_experts=4,
+        top_k=1,
+        num_tokens=4,
+        factor=1.5,
+        receiver_factor=1.0,
+        expert_ids=np.zeros((2, 4, 1)),
+    )
+    result = layer.result()
+    np.testing.assert_array_equal(
+        result.kept[..., 0], [[True, False, False, False]] * 2
+    )  # slot 0 of each source
+    counts = result.counts
+    np.testing.assert_array_equal(counts.sender_dropped, [1, 1])  # token 3 found no slot
+    np.testing.assert_array_equal(counts.receiver_dropped, [2, 2])
+    np.testing.assert_array_equal(counts.tokens_lost_all_routes, [3, 3])
+    np.testing.assert_array_equal(counts.expert_load.sum(0), [8, 0, 0, 0])
+    np.testing.assert_array_equal(counts.rank_load.sum(0), [8, 0])
+
+
+def test_pooled_wave_first_come_case(moe):
+    # Published case: capacity 1, four tokens; 4 of 8 assignments drop and only token 3 loses both experts.
+    ids = np.array([[[0, 1], [0, 2], [0, 3], [1, 2]]])
+    layer = moe.layer(
+        num_ranks=1, num_experts=4, num_tokens=4, factor=1.0, receiver_factor=0.5, expert_ids=ids
+    )
+    result = layer.result()
+    assert np.argwhere(~np.asarray(result.kept[0])).tolist() == [[1, 0], [2, 0], [3, 0], [3, 1]]
+    assert (int(result.counts.receiver_dropped[0]), int(result.counts.tokens_lost_all_routes[0])) == (4, 1)
+
+
+def test_pooled_wave_full_expert_drops_evenly_from_all_sources(moe):
+    layer = moe.layer(
+        num_ranks=4, top_k=1, num_waves=2, factor=4.0, receiver_factor=1.7, expert_ids=np.zeros((4, 16, 1))
+    )
+    counts = check_against_rule(layer)
+    assert counts.receiver_dropped.sum() > 0
+    survivors = np.asarray(layer.result().kept).sum((1, 2))
+    assert survivors.max() - survivors.min() <= layer.config.num_waves
+
+
+def test_pooled_wave_gradients_are_those_of_the_kept_assignments(moe):
+    # Dropping must equal zero gates on the dropped assignments of a transport that drops nothing.
+    layer = moe.layer(num_ranks=4, num_waves=2, factor=1.0, skew=2.0)
+    kept = np.asarray(layer.result().kept)
+    assert not kept.all()
+    dense = moe.regroup(layer, "dropless", 1)
+    by_tokens, by_gates, by_weights = layer.gradients()
+    masked = type(dense)(
+        dense.config,
+        dense.tokens,
+        dense.expert_ids,
+        dense.gates * kept.reshape(dense.gates.shape),
+        dense.weights,
+        dense.valid,
+    )
+    want_tokens, want_gates, want_weights = masked.gradients()
+    np.testing.assert_allclose(moe.flat(by_tokens), moe.flat(want_tokens), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        moe.flat(by_gates), moe.flat(want_gates) * moe.flat(kept), rtol=1e-4, atol=1e-5
+    )
+    for got, want in zip(by_weights, want_weights, strict=True):
+        np.testing.assert_allclose(moe.flat(got), moe.flat(want), rtol=1e-4, atol=1e-5)
+
+
+def test_pooled_wave_shapes_do_not_depend_on_padding(moe):
+    layer = moe.layer(num_ranks=2, num_waves=2)
+    sizes = []
+
+    @jax.jit
+    def run(valid):
+        sizes.append(valid.shape)
+        return type(layer)(
+            layer.config, layer.tokens, layer.expert_ids, layer.gates, layer.weights, valid
+        ).run(layer.tokens, layer.gates, layer.weights)
+
+    for share in (0.0, 0.5, 1.0):
+        run(jnp.asarray(np.random.default_rng(0).random((2, 16)) < share))
+    assert len(sizes) == 1
+
+
+def lowered(layer, fn):
+    mesh = AbstractMesh((layer.config.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (layer.tokens, layer.gates, layer.weights)
+    )
+    return (
+        jax.jit(lambda *args: fn(*args, mesh=mesh))
+        .trace(*shapes)
+        .lower(lowering_platforms=("cpu",))
+        .as_text()
+    )
+
+
+@pytest.mark.parametrize("num_waves", [1, 2])
+def test_pooled_wave_sends_each_wave_once_each_way(moe, num_waves):
+    layer = moe.layer(num_ranks=4, num_waves=num_waves)
+    text = lowered(layer, layer.run)
+    assert text.count("stablehlo.all_to_all") == 2 * num_waves
+    assert text.count("stablehlo.all_reduce") == 1
+    assert "all_gather" not in text
+
+
+def test_pooled_wave_sends_nothing_twice_under_rematerialisation(moe):
+    layer = moe.layer(num_ranks=4, num_waves=2)
+
+    def count(policy):
+        def loss(*args, mesh):
+            return jnp.sum(
+                layer.run(*args, mesh=mesh, wrap=lambda fn: jax.checkpoint(fn, policy=policy)).output ** 2
+            )
+
+        text = lowered(
+            layer, lambda *args, mesh: jax.value_and_grad(lambda *a: loss(*a, mesh=mesh), (0, 1, 2))(*args)
+        )
+        return text.count("stablehlo.all_to_all")
+
+    assert count(jax.checkpoint_policies.save_only_these_names(COLLECTIVE)) == 8  # 2 W forward, 2 W backward
+    assert count(jax.checkpoint_policies.nothing_saveable) == 12  # control: the tags matter

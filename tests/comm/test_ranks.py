@@ -1,0 +1,54 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from rungwise.comm.ranks import Ranks, over_ranks
+
+
+def test_ranks_virtual_collectives_have_their_meaning():
+    ranks = Ranks(size=4)
+    fn = over_ranks(lambda own, both: own * both + jax.lax.psum(own, ranks.axis), ranks, shared=(1,))
+    np.testing.assert_allclose(fn(jnp.arange(4.0), 2.0), 2 * np.arange(4.0) + 6)
+
+
+def test_ranks_gradient_of_a_shared_argument_is_summed_once():
+    fn = over_ranks(lambda own, both: own * both, Ranks(size=4), shared=(1,))
+    assert jax.grad(lambda both: jnp.sum(fn(jnp.arange(4.0), both)))(2.0) == 6.0
+
+
+def test_ranks_refuse_a_mesh_without_the_axis():
+    with pytest.raises(ValueError, match="axis 'expert' of size 4 is not in the mesh"):
+        Ranks(size=4, mesh=AbstractMesh((4,), ("data",)))
+    with pytest.raises(ValueError, match="size 0"):
+        Ranks(size=0)
+
+
+@pytest.mark.slow
+def test_ranks_virtual_equal_a_mesh_of_devices():
+    timeouts = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 --xla_cpu_collective_call_terminate_timeout_seconds=300"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {timeouts}",
+    }
+    child = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("mesh_child.py"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    checks = json.loads(child.stdout)
+    assert len(checks) == 8
+    for check in checks:
+        assert check["exact"], check
+        assert check["error"] < 1e-5, check

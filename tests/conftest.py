@@ -1,0 +1,109 @@
+"""What all tests share: a quiet environment, a home folder, slow tests last, no silent skips."""
+
+import fnmatch
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rungwise-tests"
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(_CACHE / "jax-{}.{}".format(*sys.version_info)),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MPLBACKEND": "agg",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+for _name in ("RUNGWISE_HOME", "MLFLOW_TRACKING_URI"):
+    os.environ.pop(_name, None)
+
+_ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
+_skipped = pytest.StashKey[dict[str, str]]()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """An empty home folder."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def ladder(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `ladder WORD…` as a child in an empty folder; returns its exit code and both outputs."""
+
+    def call(
+        *words: str | Path, timeout: float = 300, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "rungwise.ladder", *map(str, words)]
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return call
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--strict-skips", action="store_true", help=f"fail on a skip not in {_ALLOWED_SKIPS.name}"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_skipped] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.skipped:
+        item.config.stash[_skipped][item.nodeid] = str(report.longrepr)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if report.skipped:
+        collector.config.stash[_skipped][collector.nodeid] = str(report.longrepr)
+    return report
+
+
+def _unlisted_skips(config: pytest.Config) -> dict[str, str]:
+    if not config.getoption("--strict-skips"):
+        return {}
+    lines = (line.split("#")[0].strip() for line in _ALLOWED_SKIPS.read_text().splitlines())
+    patterns = [line for line in lines if line]
+    return {
+        name: reason
+        for name, reason in config.stash[_skipped].items()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _unlisted_skips(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for name, reason in _unlisted_skips(config).items():
+        terminalreporter.line(f"SKIP NOT ALLOWED {name}: {reason}", red=True)
