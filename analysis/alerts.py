@@ -1,7 +1,8 @@
 """What a verdict looks like, and the life of one alert: opened once, then worsening, recovering, resolved.
 
-A detector looks at rows and returns a `Signal` (how bad, in units of its own threshold) or None where it cannot judge;
-an `Episode` turns a detector's signals into one alert with hysteresis. Detectors are `detectors.py` and `peers.py`.
+A detector looks at rows and returns a `Signal` (how bad, in units of its own threshold) or None where it
+cannot judge; an `Episode` turns a detector's signals into one alert with hysteresis. Detectors are
+`detectors.py` and `peers.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,9 +23,10 @@ CLEAR: Final = 0.5
 class Alert:
     """One finding about a run, in the words of `ladder watch --json`.
 
-    family: "run_change" (the run parted from its own past or from its peers), "forecast_miss" (the registered forecast was
-    wrong, the run may be fine) or "fault" (non-finite). step: where it was raised; since: where it began; updated: last change
-    of state. cost: compute the excess loss is worth under the registered law, as a share of the run (None if unknown).
+    family: "run_change" (the run parted from its own past or from its peers), "forecast_miss" (the registered
+    forecast was wrong, the run may be fine) or "fault" (non-finite). step: where it was raised; since: where
+    it began; updated: last change of state. cost: compute the excess loss is worth under the registered law,
+    as a share of the run (None if unknown).
     """
 
     rule: str
@@ -115,9 +117,7 @@ class Episode:
         """Resolve an open alert from outside."""
         if self.alert is None:
             return None
-        closed = replace(
-            self.alert, state="resolved", updated=step, explanation=f"{self.alert.explanation}; {reason}"
-        )
+        closed = replace(self.alert, state="resolved", updated=step, explanation=f"{self.alert.explanation}; {reason}")
         self.alert = None
         self.detector.resolved()
         return closed
@@ -172,7 +172,8 @@ class Episode:
 
 
 def overall_state(alerts: Iterable[Alert], *, judged: bool = True) -> str:
-    """One word for `ladder watch`: "alert" with an open warning or worse, "cannot_judge" where nothing was read, else "healthy".
+    """One word for `ladder watch`: "alert" with an open warning or worse, "cannot_judge" where nothing was
+    read, else "healthy".
 
     Args:
         judged: whether any detector could judge anything; silence is not health.
@@ -185,7 +186,8 @@ def overall_state(alerts: Iterable[Alert], *, judged: bool = True) -> str:
 def make_row(values: Mapping[str, Any], *, horizon_tokens: float | None, horizon_steps: float | None) -> Row:
     """A row from plain values: words for non-finite numbers are understood, None and text are left out.
 
-    Progress is tokens over the horizon, else the trainer's own fraction, else steps over the horizon, else unknown.
+    Progress is tokens over the horizon, else the trainer's own fraction, else steps over the horizon, else
+    unknown.
     """
     numbers = {}
     for name, value in values.items():

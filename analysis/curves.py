@@ -1,8 +1,9 @@
 """The whole trajectory of a hero from its rungs' curves: loss at equal progress, with a band.
 
-Every run's curve is brought to common progress (share of its own token horizon) and written as log L(p) - log L(1), its
-shape. The hero's shape comes from the rungs' by one of `SHAPES`, whichever predicts held-out upper rungs best from the
-lower ones; its end comes from `forecast_final`. The band joins the end's interval with what the shape missed.
+Every run's curve is brought to common progress (share of its own token horizon) and written as log L(p) - log
+L(1), its shape. The hero's shape comes from the rungs' by one of `SHAPES`, whichever predicts held-out upper
+rungs best from the lower ones; its end comes from `forecast_final`. The band joins the end's interval with
+what the shape missed.
 """
 
 import math
@@ -21,7 +22,7 @@ from rungwise.analysis.points import target_flops
 Array = NDArray[np.float64]
 
 NOISY_ROWS: Final = 60
-"""A curve with more rows is per-step training loss and is smoothed; with fewer it is evaluations and is interpolated."""
+"""A curve with more rows is per-step training loss and is smoothed; a shorter one is evaluations, interpolated."""
 SMOOTHING: Final = 0.10
 """Half width of the smoothing window as a share of the progress reached: narrow where the curve is steep."""
 MIN_WINDOW_ROWS: Final = 8
@@ -108,24 +109,24 @@ def forecast_curve(
     """Forecast loss along a new run at `target`: columns progress, loss, low, high.
 
     Args:
-        curves: columns run, flops, num_params, tokens (final), progress in (0, 1], loss; per-step training loss or sparse
+        curves: columns run, flops, num_params, tokens (final), progress in (0, 1], loss; per-step training
+            loss or sparse
             evaluations. Runs of one compute are averaged. Non-finite losses are left out.
         progress: where to forecast; default 40 values from the rungs' first common point to 1.
         final: forecast of the same metric's final loss; None makes one from the curves' own ends.
         floor: pins the law's floor where `final` is made here, nats.
     Raises:
-        ValueError: a curve does not reach its end, `progress` lies outside the rungs', or as `forecast_final`.
-    The frame's `attrs` hold the shape chosen ("shape") and each candidate's held-out error ("errors", log units).
+        ValueError: a curve does not reach its end, `progress` lies outside the rungs', or as
+            `forecast_final`.
+    The frame's `attrs` hold the shape chosen ("shape") and each candidate's held-out error ("errors", log
+    units).
     """
     runs = _split_runs(curves)
     first = max(float(run["progress"].iloc[0]) for run in runs)
     grid = np.geomspace(max(first, 1e-3), 1.0, 80)
     smoothed = np.array([smooth_curve(run["progress"], run["loss"], grid) for run in runs])
     if final is None:
-        ends = [
-            {**_identity(run), "loss": float(np.exp(row[-1]))}
-            for run, row in zip(runs, smoothed, strict=True)
-        ]
+        ends = [{**_identity(run), "loss": float(np.exp(row[-1]))} for run, row in zip(runs, smoothed, strict=True)]
         final = forecast_final(ends, target, level=level, floor=floor)
     if final.low is None or final.high is None:
         raise ValueError(f"no band: {final.status}")
@@ -177,7 +178,7 @@ def _split_runs(curves: pd.DataFrame) -> list[pd.DataFrame]:
     missing = {"run", "progress", "loss"} - set(curves.columns)
     if missing:
         raise ValueError(f"curves lack columns {sorted(missing)}; give run, flops, tokens, progress and loss")
-    usable = curves[np.isfinite(curves["loss"]) & (curves["loss"] > 0) & (curves["progress"] > 0)]
+    usable = curves.query("0 < loss < inf and progress > 0")
     runs = []
     for name, rows in usable.groupby("run", sort=False):
         rows = rows.sort_values("progress").drop_duplicates("progress", keep="last")
@@ -215,9 +216,7 @@ def _held_out(ladder: Ladder) -> tuple[dict[str, float], dict[str, Array]]:
         rows = []
         for held in range(2, ladder.log_flops.size):
             log_final = float(ladder.log_loss[held, -1])
-            rows.append(
-                shape(ladder.below(held), float(ladder.log_flops[held]), log_final) - ladder.shapes[held]
-            )
+            rows.append(shape(ladder.below(held), float(ladder.log_flops[held]), log_final) - ladder.shapes[held])
         misses[name] = np.array(rows)
         errors[name] = float(np.sqrt(np.mean(misses[name] ** 2)))
     return errors, misses
@@ -236,7 +235,5 @@ def _wanted(progress: ArrayLike | None, grid: Array) -> Array:
         return np.geomspace(grid[0], 1.0, 40)
     wanted = np.atleast_1d(np.asarray(progress, dtype=float))
     if wanted.min() < grid[0] * (1 - 1e-9) or wanted.max() > 1.0 + 1e-9:
-        raise ValueError(
-            f"progress {wanted.min():g} to {wanted.max():g} must lie within the rungs' [{grid[0]:.4g}, 1]"
-        )
+        raise ValueError(f"progress {wanted.min():g} to {wanted.max():g} must lie within the rungs' [{grid[0]:.4g}, 1]")
     return wanted

@@ -1,6 +1,7 @@
 """Rules that judge a run by its own past or by its registered forecast. Each is one class over one metric.
 
-Constants come from replays of healthy public runs, which must stay quiet, and of the same runs with a planted fault: docs/log.md.
+Constants come from replays of healthy public runs, which must stay quiet, and of the same runs with a planted
+fault: docs/log.md.
 """
 
 import math
@@ -90,7 +91,8 @@ class NonFinite:
 
 
 class LossSpike:
-    """A rise of the loss over its recent median: six robust deviations in three rows running, or one huge value.
+    """A rise of the loss over its recent median: six robust deviations in three rows running, or one huge
+    value.
 
     Spiking rows do not enter the baseline; recovery is ten rows under half the threshold.
     """
@@ -136,7 +138,7 @@ class LossSpike:
             expected=middle,
             since=self._since if over else row.step,
             severity="critical" if rise > 0.3 * middle else "warning",
-            explanation=f"loss {loss:.4f} is {rise:+.4f} nats ({score:.1f} robust deviations) over its recent median {middle:.4f}",
+            explanation=f"loss {loss:.4f} is {rise:+.4f} nats ({score:.1f} deviations) over its median {middle:.4f}",
         )
 
     def rebaseline(self, step: int) -> None:
@@ -154,10 +156,11 @@ class LossSpike:
 class LossLevel:
     """A lasting rise of the training loss against the registered curve, re-anchored to the run itself.
 
-    r = loss - curve(progress) (the loss itself without a curve). While quiet, the median and spread of the last r are the
-    baseline; a one-sided CUSUM of the clipped standardised r accumulates what exceeds an allowance, and while it
-    does the baseline stays frozen, so that a fault cannot teach it. A steady lead or lag against the forecast is no alert,
-    and the curve may be wrong by `SLOPE_ERROR` of its own fall since the baseline: early on that is most of what r does.
+    r = loss - curve(progress) (the loss itself without a curve). While quiet, the median and spread of the
+    last r are the baseline; a one-sided CUSUM of the clipped standardised r accumulates what exceeds an
+    allowance, and while it does the baseline stays frozen, so that a fault cannot teach it. A steady lead or
+    lag against the forecast is no alert, and the curve may be wrong by `SLOPE_ERROR` of its own fall since
+    the baseline: early on that is most of what r does.
     """
 
     rule, metric, family, calm_rows = "loss_level", "train/loss", "run_change", 40
@@ -255,11 +258,7 @@ class LossLevel:
             severity="critical" if shift > 0.1 * expected else "warning",
             cost=cost if cost is None or math.isfinite(cost) else None,
             explanation=f"training loss runs {shift:+.4f} nats ({shift / spread:+.1f} deviations) over "
-            + (
-                "its own recent level"
-                if self._curve is None
-                else "the registered curve, re-anchored to this run"
-            ),
+            + ("its own recent level" if self._curve is None else "the registered curve, re-anchored to this run"),
         )
 
     def rebaseline(self, step: int) -> None:
@@ -324,9 +323,7 @@ class ForecastMiss:
         table = tables.get(self.metric)
         self._curve = None if table is None else {key: table[key].to_numpy(dtype=float) for key in table}
         self._law = forecast_law(forecast)
-        self._recent: deque[tuple[float, float]] = deque(
-            maxlen=1 if self.metric == "eval/loss" else self.TRAIN_ROWS
-        )
+        self._recent: deque[tuple[float, float]] = deque(maxlen=1 if self.metric == "eval/loss" else self.TRAIN_ROWS)
         self._run = 0
         self._since = 0
 
@@ -339,8 +336,7 @@ class ForecastMiss:
         if at < self._curve["progress"][0] or len(self._recent) < (self._recent.maxlen or 1):
             return None
         expected, low, high = (
-            float(np.interp(min(at, 1.0), self._curve["progress"], self._curve[key]))
-            for key in ("loss", "low", "high")
+            float(np.interp(min(at, 1.0), self._curve["progress"], self._curve[key])) for key in ("loss", "low", "high")
         )
         above = loss > expected
         distance = (loss - expected) / max(high - expected if above else low - expected, 1e-9, key=abs)

@@ -1,7 +1,9 @@
-"""Watching a run: rows in, alerts out. `replay` is the same monitor fed from a finished table, and nothing else.
+"""Watching a run: rows in, alerts out. `replay` is the same monitor fed from a finished table, and nothing
+else.
 
-Two families of verdicts stay apart: `run_change` says the run parted from its own past or from its ladder, `forecast_miss` that the
-registered forecast and the run disagree. A declared event makes the first re-baseline and leaves the second alone.
+Two families of verdicts stay apart: `run_change` says the run parted from its own past or from its ladder,
+`forecast_miss` that the registered forecast and the run disagree. A declared event makes the first
+re-baseline and leaves the second alone.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ class Monitor:
         forecast: the registered forecast; its curves are the reference, its target the horizon.
         peers: rows of the ladder's other runs: run, step, tokens, metrics by name.
         events: declared changes, each with step and kind.
+        vocab_size: of the model, for the loss of a uniform guess; None takes the forecast target's, if it has one.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Monitor:
         *,
         peers: pd.DataFrame | None = None,
         events: Iterable[Mapping[str, Any]] = (),
+        vocab_size: int | None = None,
     ):
         target = forecast.target if forecast else {}
         self._horizon = {"horizon_tokens": target.get("tokens"), "horizon_steps": target.get("steps")}
@@ -44,8 +48,9 @@ class Monitor:
             detectors.append(ForecastMiss(forecast))
         against = peer_detectors(peers) if peers is not None and len(peers) else []
         detectors += against
-        if not any(detector.rule == "not_learning" for detector in against):
-            detectors.append(Pinned())
+        vocab_size = vocab_size or target.get("vocab_size")
+        if vocab_size and not any(detector.rule == "not_learning" for detector in against):
+            detectors.append(Pinned(int(vocab_size)))
         self._episodes = [Episode(detector) for detector in detectors]
         self._events = sorted((dict(event) for event in events), key=lambda event: event["step"])
         self._history: dict[tuple[str, int], Alert] = {}
@@ -108,13 +113,15 @@ def replay(
     *,
     peers: pd.DataFrame | None = None,
     events: Sequence[Mapping[str, Any]] = (),
+    vocab_size: int | None = None,
 ) -> list[Alert]:
-    """Every alert a live monitor would have raised over `trajectory`, each with its step and its latest state.
+    """Every alert a live monitor would have raised over `trajectory`, each with its step and its latest
+    state.
 
     Args:
         trajectory: columns step, tokens and metrics by name; a table or a `Trajectory`.
     """
-    monitor = Monitor(forecast, peers=peers, events=events)
+    monitor = Monitor(forecast, peers=peers, events=events, vocab_size=vocab_size)
     monitor.extend(trajectory)
     return monitor.alerts
 
@@ -122,26 +129,23 @@ def replay(
 def trajectory_rows(trajectory: Any) -> Iterator[dict[str, Any]]:
     """Rows with only what was logged.
 
-    A `Trajectory` knows a logged NaN from a missing value. In a plain table a NaN `train/loss` counts as logged, except in
-    a row that has an evaluation and no other training metric; any other NaN is missing.
+    A `Trajectory` knows a logged NaN from a missing value. In a plain table a NaN `train/loss` counts as
+    logged, except in a row that has an evaluation and no other training metric; any other NaN is missing.
     """
     frame = getattr(trajectory, "frame", trajectory)
     names = [str(name) for name in frame.columns if name not in ("step", "time", "attempt", "run")]
     columns = {name: _numeric(frame[name]) for name in names}
     logged = getattr(trajectory, "logged", None)
     present = {
-        name: np.asarray(logged(name), dtype=bool)
-        if callable(logged) and name != "tokens"
-        else ~np.isnan(values)
+        name: np.asarray(logged(name), dtype=bool) if callable(logged) and name != "tokens" else ~np.isnan(values)
         for name, values in columns.items()
     }
     if not callable(logged) and "train/loss" in columns:
+        none = np.zeros(len(frame), dtype=bool)
         training = [present[name] for name in names if name.startswith("train/") and name != "train/loss"]
         evaluated = [present[name] for name in names if name.startswith("eval")]
-        only_evaluated = np.any(evaluated, axis=0) & ~np.any(training, axis=0) if training and evaluated else (
-            np.any(evaluated, axis=0) if evaluated else False
-        )  # fmt: skip
-        present["train/loss"] = present["train/loss"] | ~np.broadcast_to(only_evaluated, len(frame))
+        only_evaluated = np.any([none, *evaluated], axis=0) & ~np.any([none, *training], axis=0)
+        present["train/loss"] = present["train/loss"] | ~only_evaluated
     steps = frame["step"].to_numpy()
     for index in range(len(frame)):
         row: dict[str, Any] = {"step": int(steps[index])}
@@ -153,4 +157,4 @@ def trajectory_rows(trajectory: Any) -> Iterator[dict[str, Any]]:
 
 def _numeric(column: pd.Series) -> np.ndarray:
     """Floats; the words NaN and Infinity are understood, other text is missing."""
-    return pd.to_numeric(column, errors="coerce").to_numpy(dtype=float)
+    return np.asarray(pd.to_numeric(column, errors="coerce"), dtype=float)

@@ -1,4 +1,5 @@
-"""Figures as Matplotlib objects: no global state, ready for a page 760 pixels wide. Numbers come from the other modules.
+"""Figures as Matplotlib objects: no global state, ready for a page 760 pixels wide. Numbers come from the
+other modules.
 
 Colours are Okabe and Ito's, told apart by shape and line as well as by hue.
 """
@@ -28,10 +29,8 @@ DPI: Final = 200
 """Twice the page's 100 pixels per inch, for dense screens."""
 
 
-def ladder_fit_figure(
-    forecast: Forecast, *, outcome: float | None = None, unit: str = "nats per token"
-) -> Figure:
-    """Rungs, the forecast's law, the band over floors, and the hero's interval; `outcome` is its final loss if known."""
+def ladder_fit_figure(forecast: Forecast, *, outcome: float | None = None, unit: str = "nats per token") -> Figure:
+    """Rungs, the forecast's law, the band over floors and the hero's interval; `outcome` is its loss if known."""
     figure, axes = _canvas(4.2)
     flops = np.array([row["flops"] for row in forecast.used])
     loss = np.array([row["loss"] for row in forecast.used])
@@ -45,13 +44,11 @@ def ladder_fit_figure(
     if forecast.low is not None and forecast.high is not None:
         errors = [[forecast.point - forecast.low], [forecast.high - forecast.point]]
         axes.errorbar(
-            [hero], [forecast.point], yerr=errors, fmt="D", color=FORECAST, ms=6, mec="white", mew=0.8, capsize=5, lw=1.6,
+            [hero], [forecast.point], yerr=errors, fmt="D", color=FORECAST, ms=6, mec="white", capsize=5, lw=1.6,
             zorder=5, label=f"hero forecast, {forecast.level:.0%} interval",
         )  # fmt: skip
     if outcome is not None:
-        axes.plot(
-            [hero], [outcome], "*", color=OUTCOME, ms=12, mec="white", mew=0.8, label="hero outcome", zorder=6
-        )
+        axes.plot([hero], [outcome], "*", color=OUTCOME, ms=12, mec="white", mew=0.8, label="hero outcome", zorder=6)
     _log_compute_axis(axes, float(grid[0]), float(grid[-1]))
     axes.set_ylabel(f"final loss ({unit})")
     _label_hero(axes, forecast, hero)
@@ -88,7 +85,7 @@ def trajectory_figure(
         axes.plot(*_thin(hero), color=INK, lw=1.4, label="hero", zorder=5)
     _mark_alerts(axes, alerts)
     axes.set_xscale("log")
-    axes.set_xlim(float(band["progress"].min()), 1.0)
+    axes.set_xlim(float(np.min(band["progress"])), 1.0)
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -101,9 +98,7 @@ def trajectory_figure(
     return figure
 
 
-def drops_figure(
-    runs: Mapping[str, pd.DataFrame], *, hero: str = "hero", metric: str = "moe/drop_fraction"
-) -> Figure:
+def drops_figure(runs: Mapping[str, pd.DataFrame], *, hero: str = "hero", metric: str = "moe/drop_fraction") -> Figure:
     """Share of assignments dropped over progress, by run; columns progress and `metric`."""
     figure, axes = _canvas(3.4)
     others = {name: table for name, table in runs.items() if name != hero}
@@ -124,24 +119,21 @@ def drops_figure(
 def floor_profile_figure(forecast: Forecast, *, unit: str = "nats per token") -> Figure:
     """The hero's forecast as a function of the floor, over how much support each floor has."""
     figure, axes = _canvas(3.6)
-    table = pd.DataFrame(forecast.floor_profile)
-    density = table["weight"].to_numpy() / np.gradient(table["floor"].to_numpy())
+    floors, point, low, high, weight = _profile(forecast)
+    density = weight / np.gradient(floors)
     share = density / density.max()
-    shown = table["floor"][share > 0.005]
-    axes.fill_between(table["floor"], table["low"], table["high"], color=FORECAST, alpha=0.15, lw=0,
-                      label=f"{forecast.level:.0%} interval if that were the floor")  # fmt: skip
-    axes.plot(table["floor"], table["point"], color=FORECAST, lw=1.6, label="forecast if that were the floor")
+    shown = share > 0.005
+    label = f"{forecast.level:.0%} interval if that were the floor"
+    axes.fill_between(floors, low, high, color=FORECAST, alpha=0.15, lw=0, label=label)
+    axes.plot(floors, point, color=FORECAST, lw=1.6, label="forecast if that were the floor")
     if forecast.low is not None and forecast.high is not None:
         axes.axhspan(forecast.low, forecast.high, color=MUTED, alpha=0.10, lw=0)
         axes.axhline(forecast.point, color=MUTED, lw=1.0, ls="--", label=f"reported: {forecast.point:.4g}")
-    inside = table[table["floor"].between(shown.min(), shown.max())]
-    axes.set_xlim(float(shown.min()), float(shown.max()))
-    margin = 0.08 * float(inside["high"].max() - inside["low"].min())
-    axes.set_ylim(float(inside["low"].min()) - margin, float(inside["high"].max()) + margin)
+    axes.set_xlim(floors[shown].min(), floors[shown].max())
+    margin = 0.08 * (high[shown].max() - low[shown].min())
+    axes.set_ylim(low[shown].min() - margin, high[shown].max() + margin)
     support = axes.twinx()
-    support.fill_between(
-        table["floor"], 0, share, color=RUNG, alpha=0.18, lw=0, label="support by rungs and prior"
-    )
+    support.fill_between(floors, 0, share, color=RUNG, alpha=0.18, lw=0, label="support by rungs and prior")
     support.set_ylim(0, 4.0)
     support.set_axis_off()
     axes.set_xlabel(f"floor of the law ({unit})")
@@ -166,7 +158,7 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _legend(axes: Axes, place: str, *, also: Axes | None = None) -> None:
+def _legend(axes: Axes, place: Any, *, also: Axes | None = None) -> None:
     """Entries in the order drawn (Matplotlib lists error bars last)."""
     handles, labels = axes.get_legend_handles_labels()
     if also is not None:
@@ -218,19 +210,22 @@ def _law_band(
     flops: np.ndarray, loss: np.ndarray, forecast: Forecast, grid: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Envelope of the rungs' lines over the central floors of the profile, weighted as the forecast weights them."""
-    profile = pd.DataFrame(forecast.floor_profile)
-    mass = profile["weight"].cumsum() - 0.5 * profile["weight"]
+    floors, _, _, _, weight = _profile(forecast)
+    mass = np.cumsum(weight) - 0.5 * weight
     tail = 0.5 - forecast.level / 2
-    bounds = (
-        np.interp([tail, 1.0 - tail], mass, profile["floor"])
-        if forecast.floor is None
-        else [forecast.floor] * 2
-    )
+    bounds = [float(np.interp(at, mass, floors)) for at in (tail, 1.0 - tail)]
+    bounds = bounds if forecast.floor is None else [forecast.floor] * 2
     curves = []
-    for floor in np.linspace(*bounds, 9):
+    for floor in np.linspace(bounds[0], bounds[1], 9):
         slope, level = np.polyfit(np.log(flops), np.log(loss - min(floor, 0.999 * loss.min())), 1)
         curves.append(floor + np.exp(level + slope * np.log(grid)))
     return np.min(curves, axis=0), np.max(curves, axis=0)
+
+
+def _profile(forecast: Forecast) -> tuple[np.ndarray, ...]:
+    """Floor, point, low, high and weight of the registered profile."""
+    rows = forecast.floor_profile
+    return tuple(np.array([row[key] for row in rows]) for key in ("floor", "point", "low", "high", "weight"))
 
 
 def _label_hero(axes: Axes, forecast: Forecast, hero: float) -> None:
@@ -249,15 +244,14 @@ def _mark_alerts(axes: Axes, alerts: Iterable[Any]) -> None:
 
 
 def _shades(count: int) -> list[str]:
-    return (
-        [RUNG_SHADES[round(index)] for index in np.linspace(0, len(RUNG_SHADES) - 1, count)] if count else []
-    )
+    return [RUNG_SHADES[round(index)] for index in np.linspace(0, len(RUNG_SHADES) - 1, count)] if count else []
 
 
 def _thin(table: pd.DataFrame, column: str = "loss", rows: int = 200) -> tuple[np.ndarray, np.ndarray]:
     """Progress and values, per-step noise reduced to medians of equal groups of rows."""
-    known = table[["progress", column]].dropna()
-    progress, values = known["progress"].to_numpy(dtype=float), known[column].to_numpy(dtype=float)
+    progress, values = (np.asarray(table[name], dtype=float) for name in ("progress", column))
+    known = np.isfinite(progress) & np.isfinite(values)
+    progress, values = progress[known], values[known]
     if progress.size <= 1.5 * rows:
         return progress, values
     groups = np.array_split(np.arange(progress.size), rows)

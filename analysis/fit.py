@@ -1,8 +1,8 @@
 """Fit a law to (compute, loss) points: many starts, robust, and a record that says how far to trust it.
 
-Variable projection places every start (the floor and amplitude are linear once the exponent is given), then all starts
-descend together by damped Gauss-Newton on the Huber objective. Convergence is judged here, by the gradient and by how many
-starts agree. What the constants mean for a new run is `intervals.py`.
+Variable projection places every start (the floor and amplitude are linear once the exponent is given), then
+all starts descend together by damped Gauss-Newton on the Huber objective. Convergence is judged here, by the
+gradient and by how many starts agree. What the constants mean for a new run is `intervals.py`.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,8 @@ def fit_law(
 ) -> Fit:
     """Minimise Σ Huber_delta(log L(C) - log loss) over the constants of `form`.
 
-    The sum, never the mean: a mean of small Huber terms sinks below an optimizer's tolerance and stops it at its start.
+    The sum, never the mean: a mean of small Huber terms sinks below an optimizer's tolerance and stops it at
+    its start.
 
     Args:
         flops, loss: one entry per rung, shape (n,), positive.
@@ -108,9 +109,7 @@ def fit_law(
     pinned = LAWS[form].floor if floor is None else floor
     lowest = float(loss.min())
     if pinned is not None and not 0.0 <= pinned < lowest:
-        raise ValueError(
-            f"floor {pinned} must lie in [0, {lowest:g}), below the lowest loss; pin a smaller one"
-        )
+        raise ValueError(f"floor {pinned} must lie in [0, {lowest:g}), below the lowest loss; pin a smaller one")
     problem = _Problem(np.log(flops), np.log(loss), pinned=pinned, delta=delta)
     theta, objective, gradient = problem.descend(problem.starts())
     return problem.record(form, theta, objective, gradient)
@@ -172,9 +171,7 @@ class _Problem:
 
     def objective(self, residuals: Array) -> Array:
         size = np.abs(residuals)
-        return np.where(size <= self.delta, 0.5 * size**2, self.delta * (size - 0.5 * self.delta)).sum(
-            axis=-1
-        )
+        return np.where(size <= self.delta, 0.5 * size**2, self.delta * (size - 0.5 * self.delta)).sum(axis=-1)
 
     def _normal_equations(self, theta: Array) -> tuple[Array, Array]:
         residuals, jacobian = self.residuals(theta)
@@ -187,7 +184,7 @@ class _Problem:
         return np.where(held, 0.0, gradient), hessian
 
     def descend(self, theta: Array) -> tuple[Array, Array, Array]:
-        """Levenberg-Marquardt on every start; returns (theta, objective, projected gradient size relative to the floor)."""
+        """Levenberg-Marquardt on every start; returns theta, objective and the scaled projected gradient."""
         objective = self.objective(self.residuals(theta)[0])
         damping = np.full(len(theta), 1e-3)
         index = np.arange(3)

@@ -1,7 +1,9 @@
-"""The forecast of a hero's final loss from its ladder: a frozen record of the number and of everything it rests on.
+"""The forecast of a hero's final loss from its ladder: a frozen record of the number and of everything it
+rests on.
 
-`intervals.py` makes the distribution, `fit.py` the constants; here rows become rungs, conditions are compared and the answer
-is put into words a reader can act on. The trajectory is `curves.py`, freezing is `registry.py`.
+`intervals.py` makes the distribution, `fit.py` the constants; here rows become rungs, conditions are compared
+and the answer is put into words a reader can act on. The trajectory is `curves.py`, freezing is
+`registry.py`.
 """
 
 import hashlib
@@ -25,15 +27,37 @@ FAR_EXTRAPOLATION: Final = 100.0
 """Target over largest rung, in compute, beyond which the forecast is marked."""
 GOOD_RMSE: Final = 0.003
 """Nats; floors whose line passes the rungs this closely are all supported by them."""
-_PROFILE_ROWS: Final = 33
+_PROFILE_ROWS: Final = 61
 _NOT_CONDITIONS: Final = frozenset(
-    ["run", "rung", "seed", "name", "role", "loss", "metric", "loss_rule", "config_hash", "flops", "flops_with_head", "num_params", "num_active_params", "hidden_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "expert_dim", "latent_dim"]
+    [
+        "run",
+        "rung",
+        "seed",
+        "name",
+        "role",
+        "loss",
+        "metric",
+        "loss_rule",
+        "config_hash",
+        "flops",
+        "flops_with_head",
+        "num_params",
+        "num_active_params",
+        "hidden_dim",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "expert_dim",
+        "latent_dim",
+    ]
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A final loss with its interval (nats per token) and its evidence; plain values only, so that it hashes and travels.
+    """A final loss with its interval (nats per token) and its evidence; plain values only, so that it hashes
+    and travels.
 
     low and high are None when no degree of freedom is left. `curve` rows: metric, progress, loss, low, high.
     """
@@ -95,18 +119,15 @@ class Forecast:
         """The same forecast with the rows of `forecast_curve` for one metric added (replacing that metric's)."""
         name = metric or self.metric
         rows = [row for row in self.curve if row["metric"] != name]
-        for row in table[["progress", "loss", "low", "high"]].to_dict("records"):
-            rows.append({"metric": name, **{str(key): _plain(value) for key, value in row.items()}})
+        columns = ("progress", "loss", "low", "high")
+        for row in zip(*(np.asarray(table[key], dtype=float).tolist() for key in columns), strict=True):
+            rows.append({"metric": name, **dict(zip(columns, row, strict=True))})
         return replace(self, curve=rows)
 
     def curve_table(self, metric: str) -> pd.DataFrame | None:
         """Columns progress, loss, low, high of one metric's registered trajectory; None without one."""
         rows = [row for row in self.curve if row["metric"] == metric]
-        return (
-            pd.DataFrame(rows).drop(columns="metric").sort_values("progress", ignore_index=True)
-            if rows
-            else None
-        )
+        return pd.DataFrame(rows).drop(columns="metric").sort_values("progress", ignore_index=True) if rows else None
 
     def _content(self) -> dict[str, Any]:
         return {"schema": SCHEMA_VERSION, **{field.name: getattr(self, field.name) for field in fields(self)}}
@@ -123,10 +144,12 @@ def forecast_final(
     """Forecast the final loss of a new run at `target` from the ladder's `points`.
 
     Args:
-        points: columns run, flops, num_params, tokens, loss (those known); rung and seed tie repeats; others become conditions.
+        points: columns run, flops, num_params, tokens, loss (those known); rung and seed tie repeats; others
+            become conditions.
         target: the same keys without the loss.
         level: probability the interval is to hold a new run's loss with.
-        floor: pins the law's floor, nats; say why in `floor_reason`. None forecasts over all floors the rungs allow.
+        floor: pins the law's floor, nats; say why in `floor_reason`. None forecasts over all floors the rungs
+            allow.
     Raises:
         ValueError: the target lies inside the ladder, tokens per active parameter differ, or an input is bad.
         UnfitForecast: fewer than three usable rungs; carries the two-rung estimate.
@@ -146,16 +169,13 @@ def forecast_final(
     tails = (0.5 - level / 2, 0.5 + level / 2)
     low, high = (profile.quantile(tail) for tail in tails) if degrees > 0 else (None, None)
     law = law_through(rungs, flops, point=point, profile=profile)
-    laws = [{"role": "forecast", "form": "power_floor", **_constants(law), "value": point}]
-    fits = {"best_fit": fit_law(np.exp(rungs.log_flops), rungs.loss, floor=floor)}
-    fits["control"] = fit_law(np.exp(rungs.log_flops), rungs.loss, form="power")
-    laws += [
-        {"role": role, **fit.to_dict(), "value": float(fit.law.value(flops))} for role, fit in fits.items()
-    ]
+    laws, status = _laws(rungs, flops, law=law, point=point, floor=floor)
     ratio = flops / float(np.exp(rungs.log_flops[-1]))
-    status = str(fits["best_fit"].status)
+    warnings = _warnings(ratio, conditions, table, weak=status is not FitStatus.CONVERGED and floor is None)
     if degrees <= 0:
-        status = f"no interval: {rungs.loss.size} rungs and a free floor leave no degree of freedom; add a rung or a repeat"
+        status = (
+            f"no interval: {rungs.loss.size} rungs leave no degree of freedom; add a rung, a repeat or a pinned floor"
+        )
     return Forecast(
         metric=str(table["metric"].iloc[0]) if "metric" in table.columns else "loss",
         target={str(key): _plain(value) for key, value in {**target, "flops": flops}.items()},
@@ -165,7 +185,7 @@ def forecast_final(
         level=level,
         half_width=_half_width(point, low, high, law=law, top=float(rungs.loss[-1])),
         laws=laws,
-        status=status,
+        status=str(status),
         degrees_of_freedom=max(degrees, 0),
         extrapolation_ratio=ratio,
         used=[_used_row(row) for row in table.to_dict("records")],
@@ -174,12 +194,7 @@ def forecast_final(
         loss_rule=str(table["loss_rule"].iloc[0]) if "loss_rule" in table.columns else "as given",
         noise=noise,
         conditions=conditions,
-        warnings=_warnings(
-            ratio,
-            conditions,
-            table,
-            weak=fits["best_fit"].status is not FitStatus.CONVERGED and floor is None,
-        ),
+        warnings=warnings,
         floor=floor,
         floor_reason=floor_reason,
         floor_profile=_profile_rows(free, tails),
@@ -188,24 +203,30 @@ def forecast_final(
     )
 
 
-def backtest_final(
-    points: pd.DataFrame, *, level: float = 0.9, floor: float | None = None
-) -> list[dict[str, Any]]:
-    """Forecast each top rung from the rungs below it (three or more): rung, flops, observed, point, low, high, error, inside."""
+def _laws(
+    rungs: RungMeans, flops: float, *, law: PowerLaw, point: float, floor: float | None
+) -> tuple[list[dict[str, Any]], FitStatus]:
+    """The law the forecast goes by, the robust best fit and the floorless control; and the fit's status."""
+    rows = [{"role": "forecast", "form": "power_floor", **_constants(law), "value": point}]
+    best = fit_law(np.exp(rungs.log_flops), rungs.loss, floor=floor)
+    control = fit_law(np.exp(rungs.log_flops), rungs.loss, form="power")
+    for role, fit in (("best_fit", best), ("control", control)):
+        rows.append({"role": role, **fit.to_dict(), "value": float(fit.law.value(flops))})
+    return rows, best.status
+
+
+def backtest_final(points: pd.DataFrame, *, level: float = 0.9, floor: float | None = None) -> list[dict[str, Any]]:
+    """Forecast each top rung from the rungs below: rung, flops, observed, point, low, high, error, inside."""
     table, _, _ = usable_points(points)
     rungs, _ = rung_means(table)
     computes = np.exp(rungs.log_flops)
     rows = []
     for held in range(MIN_RUNGS, computes.size):
-        below = table[table["flops"] < computes[held] * 0.999]
-        top = table[np.isclose(table["flops"], computes[held], rtol=1e-3)]
+        below = table.query("flops < @computes[@held] * 0.999")
+        top = table.query("abs(flops / @computes[@held] - 1) <= 1e-3")
         forecast = forecast_final(below, top.iloc[0].drop("loss").to_dict(), level=level, floor=floor)
         observed = float(rungs.loss[held])
-        inside = (
-            None
-            if forecast.low is None or forecast.high is None
-            else forecast.low <= observed <= forecast.high
-        )
+        inside = None if forecast.low is None or forecast.high is None else forecast.low <= observed <= forecast.high
         rows.append(
             {"rung": _name(top), "flops": float(computes[held]), "observed": observed, "point": forecast.point,
              "low": forecast.low, "high": forecast.high, "error": forecast.point - observed, "inside": inside}
@@ -214,17 +235,14 @@ def backtest_final(
 
 
 def rung_means(table: pd.DataFrame) -> tuple[RungMeans, float | None]:
-    """Mean loss per rung in order of compute, and the relative noise that repeats show (None without repeats).
+    """Mean loss per rung in order of compute, and the relative noise that repeats show (None without
+    repeats).
 
     Rows belong to one rung when their compute agrees within 0.1 %.
     """
     ordered = table.sort_values("flops")
     flops = ordered["flops"].to_numpy(dtype=float)
-    rung = (
-        np.concatenate([[0], np.cumsum(np.diff(np.log(flops)) > 1e-3)])
-        if flops.size
-        else np.empty(0, dtype=int)
-    )
+    rung = np.concatenate([[0], np.cumsum(np.diff(np.log(flops)) > 1e-3)]) if flops.size else np.empty(0, dtype=int)
     groups = [ordered["loss"].to_numpy(dtype=float)[rung == index] for index in np.unique(rung)]
     computes = [float(np.log(flops[rung == index]).mean()) for index in np.unique(rung)]
     squares = float(sum(np.sum((np.log(group) - np.log(group).mean()) ** 2) for group in groups))
@@ -250,7 +268,7 @@ def law_through(rungs: RungMeans, flops: float, *, point: float, profile: FloorP
 
 
 def compare_conditions(table: pd.DataFrame, target: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each setting known on both sides: the rungs' range (or values), the hero's value, and whether it lies outside."""
+    """For each setting known on both sides: the rungs' range or values, the hero's value, whether it lies outside."""
     rungs = {str(key): table[key].dropna().tolist() for key in table.columns if key not in _NOT_CONDITIONS}
     hero = {key: target[key] for key in rungs if target.get(key) is not None}
     size = (
@@ -282,9 +300,7 @@ def _refuse_target(rungs: RungMeans, flops: float) -> None:
         if count == 2:
             slope, level = np.polyfit(rungs.log_flops, np.log(rungs.loss), 1)
             estimate = float(np.exp(level + slope * math.log(flops)))
-        raise UnfitForecast(
-            f"{count} usable rungs cannot carry a forecast; train at least {MIN_RUNGS}", estimate
-        )
+        raise UnfitForecast(f"{count} usable rungs cannot carry a forecast; train at least {MIN_RUNGS}", estimate)
     if flops <= top * 1.001:
         raise ValueError(
             f"target flops {flops:.4g} lie inside the ladder (largest rung {top:.4g}); a hero must be larger"
@@ -309,15 +325,13 @@ def _warnings(
     found = []
     if ratio > 1.001 * FAR_EXTRAPOLATION:
         found.append(
-            f"target is {ratio:.0f}x the largest rung, beyond {FAR_EXTRAPOLATION:.0f}x: treat the interval as a lower bound"
+            f"target is {ratio:.0f}x the largest rung, beyond {FAR_EXTRAPOLATION:.0f}x: its interval is a lower bound"
         )
     if weak:
         found.append("the floor is not identified by these rungs: see floor_profile")
     for name, condition in conditions.items():
-        if condition["outside"] and name in table.columns and table[name].nunique() == 1:
-            found.append(
-                f"{name} is {condition['hero']} for the hero and {condition['rungs'][0]} on every rung"
-            )
+        if condition["outside"] and name in table.columns and len(set(table[name])) == 1:
+            found.append(f"{name} is {condition['hero']} for the hero and {condition['rungs'][0]} on every rung")
     return found
 
 

@@ -1,12 +1,14 @@
 """The interval for a new run at the target, from a handful of rungs whose floor nobody knows.
 
-For one floor E the law is a straight line in (log C, log(L - E)) and the prediction for a new run is Student's t. The floor
-is not identified by four rungs, so the forecast is a mixture of those predictions over a grid of floors, weighted by
+For one floor E the law is a straight line in (log C, log(L - E)) and the prediction for a new run is
+Student's t. The floor is not identified by four rungs, so the forecast is a mixture of those predictions over
+a grid of floors, weighted by
 
     marginal likelihood of the rungs given E   x   prior on E / lowest loss,
 
 point = median of the mixture, interval = its equal-tailed quantiles. A pinned floor leaves the one Student t.
-The prior (`PRIOR_SHAPE`) and the noise a rung has at least (`NOISE_PRIOR`) were chosen by simulation: docs/log.md.
+The prior (`PRIOR_SHAPE`) and the noise a rung has at least (`NOISE_PRIOR`) were chosen by simulation:
+docs/log.md.
 """
 
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ _GRID: Final = 241
 class RungMeans:
     """What the interval needs of the ladder: one mean per rung, and what its repeats say about noise.
 
-    `repeat_squares` is the pooled sum of squared deviations of log loss within rungs, with `repeat_degrees` degrees of freedom.
+    `repeat_squares` is the pooled sum of squared deviations of log loss within rungs, with `repeat_degrees`
+    degrees of freedom.
     """
 
     log_flops: Array
@@ -101,7 +104,8 @@ def profile_floors(rungs: RungMeans, log_target: float, *, floor: float | None =
     """Student-t forecasts of a new run at `log_target` (log FLOPs) for every floor, with the floors' weights.
 
     Args:
-        floor: pins the floor (one entry, weight one, no prior of any kind); None profiles 0 <= E < lowest loss.
+        floor: pins the floor (one entry, weight one, no prior of any kind); None profiles 0 <= E < lowest
+            loss.
     Raises:
         ValueError: fewer than three rungs, or a pinned floor at or above the lowest loss.
     """
@@ -110,9 +114,7 @@ def profile_floors(rungs: RungMeans, log_target: float, *, floor: float | None =
     lowest = float(rungs.loss.min())
     if floor is not None:
         if not 0.0 <= floor < lowest:
-            raise ValueError(
-                f"floor {floor} must lie in [0, {lowest:g}), below the lowest loss; pin a smaller one"
-            )
+            raise ValueError(f"floor {floor} must lie in [0, {lowest:g}), below the lowest loss; pin a smaller one")
         return _profile(rungs, log_target, np.array([float(floor)]), prior_degrees=0.0)
     share = (np.arange(_GRID) + 0.5) / _GRID
     share = share * (2.0 - share)  # finer towards the lowest loss, where forecasts change fastest

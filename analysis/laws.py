@@ -1,7 +1,8 @@
 """Scaling laws as values: what is fitted, its gradient, and the table of forms.
 
-Legend: L loss (nats per token), C training compute (FLOPs), E floor (nats per token, the loss no compute removes),
-A amplitude, alpha exponent. `fit.py` finds the constants; `intervals.py` says how far to believe them.
+Legend: L loss (nats per token), C training compute (FLOPs), E floor (nats per token, the loss no compute
+removes), A amplitude, alpha exponent. `fit.py` finds the constants; `intervals.py` says how far to believe
+them.
 """
 
 import math
@@ -17,7 +18,7 @@ class PowerLaw:
     """L(C) = E + A * C^-alpha.
 
     >>> round(float(PowerLaw(floor=1.6, amplitude=95.25, exponent=0.09412).value(1e21)), 3)
-    2.606
+    2.605
     """
 
     floor: float

@@ -1,4 +1,4 @@
-"""Rules that judge a run against other runs of its ladder at equal progress (at equal step where its horizon is unknown)."""
+"""Rules that judge a run against its ladder at equal progress (at equal step where its horizon is unknown)."""
 
 import math
 from collections import deque
@@ -26,14 +26,11 @@ class PeerCurves:
             return
         for _, rows in peers.groupby("run", sort=True):
             horizon = _positions(rows)
-            known = rows[metric].notna().to_numpy() & np.isfinite(rows[metric].to_numpy(dtype=float))
+            column = pd.Series(np.asarray(rows[metric], dtype=float))
+            known = np.isfinite(column.to_numpy())
             if known.sum() < 3:
                 continue
-            values = (
-                rows[metric][known]
-                .rolling(max(5, int(known.sum()) // 50), center=True, min_periods=1)
-                .median()
-            )
+            values = column.loc[known].rolling(max(5, int(known.sum()) // 50), center=True, min_periods=1).median()
             steps = rows["step"].to_numpy(dtype=float)[known]
             self._curves.append((horizon[known], steps, values.to_numpy(dtype=float)))
 
@@ -44,9 +41,7 @@ class PeerCurves:
         """Each peer's value at the row's position; peers that were shorter are left out."""
         found = []
         for progress, steps, values in self._curves:
-            axis, where = (
-                (steps, float(row.step)) if row.progress is None else (progress, min(row.progress, 1.0))
-            )
+            axis, where = (steps, float(row.step)) if row.progress is None else (progress, min(row.progress, 1.0))
             if axis[0] <= where <= axis[-1] * 1.001:
                 found.append(float(np.interp(where, axis, values)))
         return np.array(found)
@@ -124,38 +119,32 @@ class AgainstPeers:
 
 
 class Pinned:
-    """A loss that after 200 steps is still within 3 % of its first values. For runs without peers, seen from their start."""
+    """A loss still within 3 % of ln(vocabulary), a uniform guess, after 200 steps and 5 % of the run."""
 
     rule, metric, family, calm_rows = "not_learning", "train/loss", "run_change", 10
-    ROWS: Final = 200
-    RECENT: Final = 20
+    STEPS: Final = 200
     SHARE: Final = 0.97
 
-    def __init__(self) -> None:
-        self._first: list[float] = []
-        self._recent: deque[float] = deque(maxlen=self.RECENT)
-        self._joined: int | None = None
+    def __init__(self, vocab_size: int):
+        self._uniform = math.log(vocab_size)
+        self._recent: deque[float] = deque(maxlen=20)
 
     def observe(self, row: Row) -> Signal | None:
         loss = row.values.get(self.metric)
         if loss is None or not math.isfinite(loss):
             return None
-        self._joined = row.step if self._joined is None else self._joined
         self._recent.append(loss)
-        if len(self._first) < 5:
-            self._first.append(loss)
-        early = row.progress is not None and row.progress < 0.05
-        joined_late = self._joined > self.ROWS // 4
-        if joined_late or early or row.step < self.ROWS or len(self._recent) < self.RECENT:
+        early = row.step < self.STEPS or (row.progress is not None and row.progress < 0.05)
+        if early or len(self._recent) < (self._recent.maxlen or 1):
             return None
-        start, now = float(np.median(self._first)), float(np.median(self._recent))
+        now = float(np.median(self._recent))
         return Signal(
-            level=1.0 if now > self.SHARE * start else 0.0,
+            level=1.0 if now > self.SHARE * self._uniform else 0.0,
             observed=now,
-            expected=start,
+            expected=self._uniform,
             since=row.step,
             severity="critical",
-            explanation=f"loss {now:.4f} has not left its first values, {start:.4f}, after {row.step} steps",
+            explanation=f"loss {now:.4f} after {row.step} steps is still a uniform guess, {self._uniform:.4f}",
         )
 
     def rebaseline(self, step: int) -> None: ...
@@ -170,15 +159,15 @@ def peer_detectors(peers: pd.DataFrame) -> list[AgainstPeers]:
     rules = [
         AgainstPeers(
             peers, rule="not_learning", metric="train/loss", rows=6, severity="critical",
-            limit=lambda values: float(np.median(values)) * 1.25 + 0.1, meaning="the run does not learn as its ladder did",
+            limit=lambda values: float(np.median(values)) * 1.25 + 0.1, meaning="it does not learn as its ladder did",
         ),
         AgainstPeers(
             peers, rule="grad_norm", metric="train/grad_norm", rows=20,
-            limit=lambda values: 2.5 * float(values.max()), meaning="gradient norm far above every rung at this point",
+            limit=lambda values: 2.5 * float(values.max()), meaning="far above every rung at this point",
         ),
         AgainstPeers(
             peers, rule="drop_fraction", metric="moe/drop_fraction", rows=20,
-            limit=lambda values: 1.5 * float(values.max()) + 0.03, meaning="more tokens dropped than on any rung at this point",
+            limit=lambda values: 1.5 * float(values.max()) + 0.03, meaning="more than on any rung at this point",
         ),
     ]  # fmt: skip
     return [rule for rule in rules if rule.metric in peers.columns]

@@ -1,7 +1,9 @@
-"""From runs to the points a law is fitted to: one final loss per run by one stated rule, and why a run was left out.
+"""From runs to the points a law is fitted to: one final loss per run by one stated rule, and why a run was
+left out.
 
-Rule: the last `eval/loss` at the run's final step, when every usable run has one; else, for all runs alike, the median of
-the last ten `train/loss`. Never the last noisy step, never the minimum. Grouping runs into rungs is `forecast.py`.
+Rule: the last `eval/loss` at the run's final step, when every usable run has one; else, for all runs alike,
+the median of the last ten `train/loss`. Never the last noisy step, never the minimum. Grouping runs into
+rungs is `forecast.py`.
 """
 
 import math
@@ -25,10 +27,12 @@ CONDITION_FIELDS: Final = (
 
 
 def ladder_points(runs: Iterable[Any]) -> pd.DataFrame:
-    """One row per usable rung run: run, rung, seed, loss, metric, loss_rule, config_hash and every scalar of its plan.
+    """One row per usable rung run: run, rung, seed, loss, metric, loss_rule, config_hash and every scalar of
+    its plan.
 
-    `runs` are records with family, run, role, rung, seed, plan, config, config_hash, state and trajectory; the hero is skipped.
-    The frame's `attrs` hold "refused" ({"run", "reason"} each) and "merged" ({"run", "into"}, copies of one config).
+    `runs` are records with family, run, role, rung, seed, plan, config, config_hash, state and trajectory;
+    the hero is skipped. The frame's `attrs` hold "refused" ({"run", "reason"} each) and "merged" ({"run",
+    "into"}, copies of one config).
     """
     refused: list[dict[str, str]] = []
     merged: list[dict[str, str]] = []
@@ -103,9 +107,7 @@ def _refusal(run: Any) -> str | None:
 
 def _row(run: Any, loss: float | None, *, use_eval: bool) -> dict[str, Any]:
     scalars = {key: value for key, value in run.plan.items() if isinstance(value, int | float | str)}
-    settings = {
-        key: run.config[key] for key in CONDITION_FIELDS if isinstance(run.config.get(key), int | float | str)
-    }
+    settings = {key: run.config[key] for key in CONDITION_FIELDS if isinstance(run.config.get(key), int | float | str)}
     return {
         "run": run.run,
         "rung": run.rung,
@@ -122,16 +124,14 @@ def _row(run: Any, loss: float | None, *, use_eval: bool) -> dict[str, Any]:
 def usable_points(points: Any) -> tuple[pd.DataFrame, list[dict[str, str]], list[dict[str, str]]]:
     """Checked rows of a plain table: (usable, refused with reasons, merged copies).
 
-    Copies are rows of one config hash and seed, or without hashes rows whose compute, loss and seed are equal.
-    Without a flops column, flops = 6 * (active) parameters * tokens.
+    Copies are rows of one config hash and seed, or without hashes rows whose compute, loss and seed are
+    equal. Without a flops column, flops = 6 * (active) parameters * tokens.
     """
     table = points.copy() if isinstance(points, pd.DataFrame) else pd.DataFrame(list(points))
     refused = [dict(item) for item in table.attrs.get("refused", ())]
     merged = [dict(item) for item in table.attrs.get("merged", ())]
     if "loss" not in table.columns:
-        raise ValueError(
-            f"points have columns {list(table.columns)} and no 'loss'; add the final loss of each run"
-        )
+        raise ValueError(f"points have columns {list(table.columns)} and no 'loss'; add the final loss of each run")
     if "run" not in table.columns:
         table["run"] = [f"row {index}" for index in range(len(table))]
     table["loss"] = _numbers(table["loss"])
@@ -173,7 +173,7 @@ def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (row["flops"], row["loss"], row.get("seed"))
 
 
-def _numbers(column: pd.Series) -> pd.Series:
+def _numbers(column: Any) -> pd.Series:
     return pd.Series([_number(value) for value in column], index=column.index, dtype=float)
 
 
@@ -187,7 +187,5 @@ def _number(value: Any) -> float:
 def _flops_of(table: pd.DataFrame) -> pd.Series:
     size = "num_active_params" if "num_active_params" in table.columns else "num_params"
     if size not in table.columns or "tokens" not in table.columns:
-        raise ValueError(
-            "points have no 'flops', nor 'num_params' and 'tokens' to derive it from; add a column"
-        )
+        raise ValueError("points have no 'flops', nor 'num_params' and 'tokens' to derive it from; add a column")
     return 6.0 * _numbers(table[size]) * _numbers(table["tokens"])

@@ -1,4 +1,4 @@
-"""Freezing a forecast before its hero runs: one content-hashed file per family, written once, checked at every reading."""
+"""Freezing a forecast before its hero runs: one content-hashed file, written once, checked at every reading."""
 
 import fcntl
 import os
@@ -13,7 +13,8 @@ from rungwise.analysis.vocabulary import dump_json, load_json
 
 
 def register(forecast: Forecast, folder: str | Path) -> str:
-    """Write `forecast` as `<hash>.json`, all or nothing, and return the hash; the same content again changes nothing.
+    """Write `forecast` as `<hash>.json`, all or nothing, and return the hash; the same content again changes
+    nothing.
 
     Raises:
         ValueError: the folder holds another forecast, or one that was changed.
@@ -42,9 +43,7 @@ def load_registered(folder: str | Path) -> Forecast | None:
     if not files:
         return None
     if len(files) > 1:
-        raise ValueError(
-            f"folder {folder} holds {len(files)} forecasts ({', '.join(f.stem for f in files)}); keep one"
-        )
+        raise ValueError(f"folder {folder} holds {len(files)} forecasts ({', '.join(f.stem for f in files)}); keep one")
     (file,) = files
     try:
         record: Any = load_json(file.read_text(encoding="utf-8"))

@@ -137,8 +137,7 @@ def load_run_mlflow(tracking_uri: str, family: str, run: str) -> RunRecord:
     runs = newest_generation(find_attempts(client, experiment, f"{family}/{run}")) if experiment else []
     if not runs:
         raise ValueError(
-            f"run {family}/{run} is not in {public_address(tracking_uri)!r}; "
-            "check the names, or wait for its mirror"
+            f"run {family}/{run} is not in {public_address(tracking_uri)!r}; check the names, or wait for its mirror"
         )
     return _load_attempts(client, tracking_uri, runs)
 
@@ -175,9 +174,7 @@ def _run_record(
     names = ("family", "run", "role", "rung", "seed", "plan", "config", "config_hash")
     missing = [name for name in names if name not in config]
     if missing:
-        raise ValueError(
-            f"{CONFIG_FILE} of run {config.get('run')!r} lacks {', '.join(missing)}; restore the file"
-        )
+        raise ValueError(f"{CONFIG_FILE} of run {config.get('run')!r} lacks {', '.join(missing)}; restore the file")
     return RunRecord(
         **{name: config[name] for name in names},
         state=attempts[-1].state if attempts else "running",
@@ -204,29 +201,21 @@ def _journal_attempts(journal: Records) -> tuple[Attempt, ...]:
     for start in starts:
         number = start["attempt"]
         superseded = start is not starts[-1]
-        end = ends.get(
-            number, {"state": "killed", "time": last[number]} if superseded else {"state": "running"}
-        )
-        attempts.append(
-            Attempt(number, start["step"], start["time"], end.get("time"), end["state"], end.get("reason"))
-        )
+        end = ends.get(number, {"state": "killed", "time": last[number]} if superseded else {"state": "running"})
+        attempts.append(Attempt(number, start["step"], start["time"], end.get("time"), end["state"], end.get("reason")))
     return tuple(attempts)
 
 
 def _journal_points(journal: Records, part: str) -> tuple[Points, dict[int, int]]:
     """The journal's `values`, or its `layers` as columns `<metric>#<layer>`; and restored steps."""
-    restored = {
-        record["attempt"]: record["step"] for record in journal.records if record["kind"] == "attempt"
-    }
+    restored = {record["attempt"]: record["step"] for record in journal.records if record["kind"] == "attempt"}
     records = [record for record in journal.records if record["kind"] == "metrics"]
     alike: dict[tuple[str, ...], tuple[list[int], list[list[float | str]]]] = {}
     for position, record in enumerate(records):
         restored.setdefault(record["attempt"], record["step"] - 1)  # its start was on a corrupt line
         items = record.get(part, {})
         if part == "layers":
-            items = {
-                f"{name}#{layer}": value for name, row in items.items() for layer, value in enumerate(row)
-            }
+            items = {f"{name}#{layer}": value for name, row in items.items() for layer, value in enumerate(row)}
         positions, rows = alike.setdefault(tuple(items), ([], []))
         positions.append(position)
         rows.append(list(items.values()))
@@ -251,9 +240,7 @@ def _columns(
     return columns
 
 
-def _points(
-    records: Sequence[tuple[int, int, float]], columns: dict[str, tuple[np.ndarray, np.ndarray]]
-) -> Points:
+def _points(records: Sequence[tuple[int, int, float]], columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> Points:
     attempt, step, time = zip(*records, strict=True) if records else ((), (), ())
     return Points(
         np.array(attempt, dtype=np.int64),
@@ -304,9 +291,7 @@ def _store_attempt(run: "Run", *, superseded: bool) -> Attempt:
     )
 
 
-def _store_points(
-    client: "MlflowClient", tracking_uri: str, runs: Sequence["Run"]
-) -> tuple[Points, dict[int, int]]:
+def _store_points(client: "MlflowClient", tracking_uri: str, runs: Sequence["Run"]) -> tuple[Points, dict[int, int]]:
     """The points of a run's attempts. A record is what an attempt wrote in one millisecond."""
     tables = []
     for run in runs:
@@ -316,9 +301,7 @@ def _store_points(
     table = pd.concat(tables, ignore_index=True)
     infinite = table["key"].str.startswith(INFINITE_PREFIX)
     signs = table[infinite].assign(key=table["key"].str.removeprefix(INFINITE_PREFIX))
-    table = table[~infinite].merge(
-        signs, on=["attempt", "time", "step", "key"], how="left", suffixes=("", "_sign")
-    )
+    table = table[~infinite].merge(signs, on=["attempt", "time", "step", "key"], how="left", suffixes=("", "_sign"))
     table["value"] = table["value"].where(table["value_sign"].isna(), table["value_sign"] * np.inf)
     table = table.sort_values(["attempt", "time"], kind="stable", ignore_index=True)
     where = ["attempt", "time", "step"]

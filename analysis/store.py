@@ -91,9 +91,7 @@ def check_reachable(tracking_uri: str, *, timeout_s: float = 3.0) -> None:
         reason: object = f"HTTP {error.code}"
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-    raise ValueError(
-        f"tracking {address!r} does not answer ({reason}); start the server or correct the address"
-    )
+    raise ValueError(f"tracking {address!r} does not answer ({reason}); start the server or correct the address")
 
 
 @lru_cache(maxsize=4096)
@@ -135,9 +133,7 @@ def find_attempts(client: "MlflowClient", experiment: str, lineage: str | None =
     runs: list[Run] = []
     token: str | None = None
     while True:
-        page = client.search_runs(
-            [experiment], condition, order_by=["attributes.start_time ASC"], page_token=token
-        )
+        page = client.search_runs([experiment], condition, order_by=["attributes.start_time ASC"], page_token=token)
         runs += page
         token = page.token
         if not token:
@@ -158,9 +154,7 @@ def newest_generation(runs: Iterable["Run"]) -> list["Run"]:
     return newest
 
 
-def read_points(
-    client: "MlflowClient", tracking_uri: str, run: "Run"
-) -> Iterator[tuple[str, int, int, float]]:
+def read_points(client: "MlflowClient", tracking_uri: str, run: "Run") -> Iterator[tuple[str, int, int, float]]:
     """Every point of one MLflow run: key, step, Unix milliseconds, value (NaN as NaN).
 
     From SQLite the table itself is read: 0.02 s for 24,000 points against 0.4 s through the client (2 cores).

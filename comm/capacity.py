@@ -1,7 +1,8 @@
 """How many slots a fixed-shape buffer reserves, in exact integer arithmetic. Imports no jax.
 
-Two limits: the *physical* capacity is static and shapes the buffers; the *logical* one counts only valid (non-padding)
-assignments, is traced, and never exceeds the physical one, so padding neither uses slots nor changes shapes.
+Two limits: the *physical* capacity is static and shapes the buffers; the *logical* one counts only valid
+(non-padding) assignments, is traced, and never exceeds the physical one, so padding neither uses slots nor
+changes shapes.
 """
 
 import math
@@ -21,14 +22,10 @@ def exact_factor(capacity_factor: float) -> Fraction:
     Fraction(23, 20)
     """
     if not 0 < capacity_factor < math.inf:
-        raise ValueError(
-            f"capacity factor {capacity_factor} gives no slots; set a finite factor above 0, such as 1.15"
-        )
+        raise ValueError(f"capacity factor {capacity_factor} gives no slots; set a finite factor above 0, such as 1.15")
     factor = Fraction(str(capacity_factor))
     if factor.numerator * factor.denominator >= _INT32_LIMIT:
-        raise ValueError(
-            f"capacity factor {capacity_factor} has too many digits; write it with at most four decimals"
-        )
+        raise ValueError(f"capacity factor {capacity_factor} has too many digits; write it with at most four decimals")
     return factor
 
 
@@ -48,17 +45,16 @@ def capacity(num_assignments: int, *, num_bins: int, capacity_factor: float) -> 
     320
     """
     if num_assignments < 1 or num_bins < 1:
-        raise ValueError(
-            f"capacity of {num_assignments} assignments in {num_bins} bins; both must be at least 1"
-        )
+        raise ValueError(f"capacity of {num_assignments} assignments in {num_bins} bins; both must be at least 1")
     return max(1, math.ceil(exact_factor(capacity_factor) * num_assignments / num_bins))
 
 
 def logical_capacity(num_valid: Any, *, num_bins: int, capacity_factor: float, physical: int) -> Any:
     """The same rule for a traced int32 number of valid assignments, clipped to 1..`physical`.
 
-    With the factor as p/q: ceil(ceil(p * v / q) / num_bins), where p * v is split at multiples of q so that no
-    intermediate exceeds int32 while capacity_factor * v fits in it. Floats would round some counts one slot up.
+    With the factor as p/q: ceil(ceil(p * v / q) / num_bins), where p * v is split at multiples of q so that
+    no intermediate exceeds int32 while capacity_factor * v fits in it. Floats would round some counts one
+    slot up.
 
     Args:
         num_valid: integer array of any framework; it needs `//`, `%` and `.clip`.

@@ -1,7 +1,7 @@
 """The collectives of the transports, each result tagged for rematerialisation.
 
-`jax.checkpoint(…, policy=save_only_these_names(COLLECTIVE))` then recomputes arithmetic in the backward pass but sends
-nothing twice.
+`jax.checkpoint(…, policy=save_only_these_names(COLLECTIVE))` then recomputes arithmetic in the backward
+pass but sends nothing twice.
 """
 
 from typing import Any
@@ -15,9 +15,7 @@ COLLECTIVE = "moe_collective"
 
 def all_to_all(blocks: jax.Array, axis: str) -> jax.Array:
     """`blocks[d]` goes to rank d; the result's block s came from rank s."""
-    return checkpoint_name(
-        jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0, tiled=True), COLLECTIVE
-    )
+    return checkpoint_name(jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0, tiled=True), COLLECTIVE)
 
 
 def all_gather(values: jax.Array, axis: str) -> jax.Array:

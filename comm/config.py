@@ -1,4 +1,4 @@
-"""Which transport carries routed tokens, and how much room it reserves. Imports no jax, so that planning stays instant."""
+"""Which transport carries routed tokens, and how much room it reserves. Imports no jax: planning stays instant."""
 
 import difflib
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ TRANSPORTS = ("dropless", "pooled_wave")
 
 @dataclass(frozen=True, kw_only=True)
 class TransportConfig:
-    """One transport of one model on a number of ranks. Experts are owned in contiguous runs: expert e by e // experts_per_rank.
+    """One transport of one model on a number of ranks. Expert e is owned by rank e // experts_per_rank.
 
     A plain dataclass rather than a pydantic record, so that a bad value is a one-line `ValueError`.
 
@@ -43,11 +43,11 @@ class TransportConfig:
             raise ValueError(f"top_k {self.top_k} exceeds num_experts {self.num_experts}; lower top_k")
         if self.num_experts % self.num_ranks:
             raise ValueError(
-                f"num_experts {self.num_experts} does not divide by num_ranks {self.num_ranks}; every rank must own as many experts"
+                f"num_experts {self.num_experts} does not divide by num_ranks {self.num_ranks}; choose a divisor"
             )
         if self.experts_per_rank % self.num_waves:
             raise ValueError(
-                f"num_waves {self.num_waves} does not divide the {self.experts_per_rank} experts of a rank; choose a divisor"
+                f"num_waves {self.num_waves} does not divide {self.experts_per_rank} experts per rank; choose a divisor"
             )
         exact_factor(self.sender_capacity_factor)
         exact_factor(self.receiver_capacity_factor)

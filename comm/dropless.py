@@ -1,8 +1,8 @@
 """Transport `dropless`: every assignment is computed. The reference, and the rule of evaluation.
 
-Each rank gathers all ranks' tokens, computes its own experts on them and the sum over ranks brings results home. Any expert
-may be chosen by any number of tokens, so rows are sorted by expert into blocks of one expert each: the number of blocks
-is static though their owners are not.
+Each rank gathers all ranks' tokens, computes its own experts on them and the sum over ranks brings results
+home. Any expert may be chosen by any number of tokens, so rows are sorted by expert into blocks of one
+expert each: the number of blocks is static though their owners are not.
 """
 
 from collections.abc import Callable
@@ -63,9 +63,7 @@ def _compute(tokens, expert, weights, expert_fn, *, num_local):
     return combine_rows(expert_fn(rows, group_expert).reshape(-1, tokens.shape[1]), weights, placement)
 
 
-def _sort_into_blocks(
-    expert: Int[Array, " items"], num_local: int
-) -> tuple[Placement, Int[Array, " groups"]]:
+def _sort_into_blocks(expert: Int[Array, " items"], num_local: int) -> tuple[Placement, Int[Array, " groups"]]:
     """Items to rows of [groups, block] sorted by expert, and the expert of each group (never decreasing)."""
     own = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
     num_groups = -(-own.shape[0] // _BLOCK) + num_local

@@ -12,8 +12,9 @@ def grouped_matmul(
 ) -> Float[Array, "groups rows features"]:
     """Rows of group g times the weights of expert `group_expert[g]`; without it, group g belongs to expert g.
 
-    A batched product of equal groups is the fastest form on CPU (about half the speed of one large matrix product; a loop
-    over experts took twice, `ragged_dot` many times as long). Elsewhere named groups go to `ragged_dot`.
+    A batched product of equal groups is the fastest form on CPU (about half the speed of one large matrix
+    product; a loop over experts took twice, `ragged_dot` many times as long). Elsewhere named groups go to
+    `ragged_dot`.
 
     Args:
         group_expert: never decreasing, as `ragged_dot` wants an expert's rows side by side.

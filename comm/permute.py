@@ -1,8 +1,8 @@
 """Moves rows of activations between tokens and slots: gathers forward, gathers backward.
 
-Autodiff would turn each gather into a scatter-add of activations, the slow half of a small MoE layer. A `Placement` knows
-both directions, so every backward pass here is a gather too. No collective inside: a `custom_vjp` that held one
-would fail under `grad(vmap(…, axis_name))`.
+Autodiff would turn each gather into a scatter-add of activations, the slow half of a small MoE layer. A
+`Placement` knows both directions, so every backward pass here is a gather too. No collective inside: a
+`custom_vjp` that held one would fail under `grad(vmap(…, axis_name))`.
 """
 
 import functools
@@ -41,8 +41,8 @@ def _no_gradient(placement: Placement) -> Placement:
 def dispatch_rows(rows: Float[Array, "tokens width"], placement: Placement) -> Float[Array, "slots width"]:
     """Copies token rows into slots; empty slots are zero.
 
-    Item t * top_k + k of the placement is choice k of token t; top_k is items / tokens, so one item a row is a plain
-    permutation. Backward: each token sums the cotangents of its slots, in float32 or wider.
+    Item t * top_k + k of the placement is choice k of token t; top_k is items / tokens, so one item a row
+    is a plain permutation. Backward: each token sums the cotangents of its slots, in float32 or wider.
     """
     top_k = placement.slot.shape[0] // rows.shape[0]
     return _gather(rows, placement.item // top_k)
@@ -55,9 +55,7 @@ def _dispatch_forward(rows, placement):
 def _dispatch_backward(residuals, cotangent):
     placement, num_tokens = residuals
     choices = _choices(placement, num_tokens)
-    picked = (
-        _gather(cotangent, choices[:, k]).astype(_accumulator(cotangent)) for k in range(choices.shape[1])
-    )
+    picked = (_gather(cotangent, choices[:, k]).astype(_accumulator(cotangent)) for k in range(choices.shape[1]))
     return functools.reduce(jnp.add, picked).astype(cotangent.dtype), _no_gradient(placement)
 
 
@@ -68,16 +66,13 @@ dispatch_rows.defvjp(_dispatch_forward, _dispatch_backward)
 def combine_rows(
     rows: Float[Array, "slots width"], gates: Float[Array, "tokens top_k"], placement: Placement
 ) -> Float[Array, "tokens width"]:
-    """Weighted sum of each token's slots: out[t] = Σ_k gates[t, k] · rows[slot of (t, k)], zero for a choice without slot.
+    """Weighted sum of each token's slots: Σ_k gates[t, k] · rows[slot of (t, k)]; zero for a choice without slot.
 
     Accumulated choice by choice in float32 or wider, so that [tokens, top_k, width] never exists.
     """
     kind = _accumulator(rows, gates)
     choices = _choices(placement, gates.shape[0])
-    terms = (
-        _gather(rows, choices[:, k]).astype(kind) * gates[:, k, None].astype(kind)
-        for k in range(gates.shape[1])
-    )
+    terms = (_gather(rows, choices[:, k]).astype(kind) * gates[:, k, None].astype(kind) for k in range(gates.shape[1]))
     return functools.reduce(jnp.add, terms).astype(rows.dtype)
 
 

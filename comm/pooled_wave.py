@@ -1,10 +1,11 @@
-"""Transport `pooled_wave`: one fixed pool of rows per destination rank, sent in equal waves, expert ids inside the payload.
+"""Transport `pooled_wave`: one fixed pool of rows per destination rank, sent in equal waves with the ids inside.
 
-Rank r of an assignment among this rank's assignments to one destination gives wave r mod W and slot r div W. A wave's
-payload is [ranks, header + slots, width]: header rows hold local expert id + 1 for each slot (0: empty), as values of
-the activation type, so nothing but payloads is exchanged. The receiver gives each local expert a fixed number of rows per
-wave, filled slot by slot and within a slot source by source, so that a full expert drops evenly from all sources. The
-payload back has the same shape, its header saying which slots were kept. Forward: 2 W all-to-alls and one scalar sum.
+Rank r of an assignment among this rank's assignments to one destination gives wave r mod W and slot r div
+W. A wave's payload is [ranks, header + slots, width]: header rows hold local expert id + 1 for each slot
+(0: empty), as values of the activation type, so nothing but payloads is exchanged. The receiver gives each
+local expert a fixed number of rows per wave, filled slot by slot and within a slot source by source, so
+that a full expert drops evenly from all sources. The payload back has the same shape, its header saying
+which slots were kept. Forward: 2 W all-to-alls and one scalar sum.
 
 Source: marin-community/marin #8289 (rule), #8347 (fair order), #8348 (two capacity factors).
 """
@@ -48,16 +49,18 @@ def pooled_wave(
 ) -> TransportResult:
     """Sends each token to the ranks of its experts and sums what comes back; full pools and full experts drop.
 
-    A dropped assignment contributes zero and the other gates are not renormalised. Who is dropped: at the sender, the
-    later of a destination's assignments in token order; at the receiver, the later slots of an expert. Capacities shrink
-    with the number of valid assignments: this rank's at the sender, the mean over ranks at the receiver.
+    A dropped assignment contributes zero and the other gates are not renormalised. Who is dropped: at the
+    sender, the later of a destination's assignments in token order; at the receiver, the later slots of an
+    expert. Capacities shrink with the number of valid assignments: this rank's at the sender, the mean over
+    ranks at the receiver.
 
     Args:
         expert_fn: [local experts, rows, width] → same shape, by this rank's expert weights.
         axis: name of the rank axis; unused on one rank.
         valid: False marks padding, which takes no slot and counts nowhere.
     Raises:
-        ValueError: `num_ranks` is not the axis size, or a rank owns more experts than the activation type can number.
+        ValueError: `num_ranks` is not the axis size, or a rank owns more experts than the activation type
+            can number.
     """
     collectives.check_axis(axis, config.num_ranks)
     _check_header(config, tokens.dtype)
@@ -80,7 +83,7 @@ def _check_header(config: TransportConfig, dtype: jnp.dtype) -> None:
     exact = 2 ** (jnp.finfo(dtype).nmant + 1)
     if config.experts_per_rank > exact:
         raise ValueError(
-            f"experts per rank {config.experts_per_rank} exceed {exact}, the last id {dtype.name} holds exactly; use more ranks"
+            f"experts per rank {config.experts_per_rank} exceed {exact}, all that {dtype.name} can number; use more ranks"
         )
 
 
@@ -132,9 +135,7 @@ def _fill_experts(
         physical=room.expert,
     )
     rank = rank_within(expert, num_bins)
-    return jnp.where(
-        (expert < num_bins) & (rank < limit), expert * room.expert + rank, num_bins * room.expert
-    )
+    return jnp.where((expert < num_bins) & (rank < limit), expert * room.expert + rank, num_bins * room.expert)
 
 
 def _on_one_rank(tokens, expert, pool, expert_fn, *, num_valid, room, config):
@@ -174,11 +175,7 @@ def _serve(arrived, expert_fn, *, num_valid, room, config):
     num_local = config.experts_per_rank
     local = _read_header(arrived, room) - 1  # [source, slot]; -1 for an empty slot
     by_slot = jnp.where(local < 0, num_local, local).T.reshape(-1)
-    row = (
-        _fill_experts(by_slot, num_valid, num_bins=num_local, room=room, config=config)
-        .reshape(room.pool, ranks)
-        .T
-    )
+    row = _fill_experts(by_slot, num_valid, num_bins=num_local, room=room, config=config).reshape(room.pool, ranks).T
     nowhere = num_local * room.expert
     placement = place(jnp.pad(row, ((0, 0), (room.header, 0)), constant_values=nowhere).reshape(-1), nowhere)
     rows = dispatch_rows(arrived.reshape(-1, width), placement)
@@ -192,9 +189,7 @@ def _with_header(payload: Float[Array, "*lead rows width"], values: Array, room:
     *lead, _, width = payload.shape
     spare = room.header * width - room.pool
     header = jnp.pad(values.astype(payload.dtype), [(0, 0)] * len(lead) + [(0, spare)])
-    return jnp.concatenate(
-        [header.reshape(*lead, room.header, width), payload[..., room.header :, :]], axis=-2
-    )
+    return jnp.concatenate([header.reshape(*lead, room.header, width), payload[..., room.header :, :]], axis=-2)
 
 
 def _read_header(payload: Float[Array, "*lead rows width"], room: _Room) -> Int[Array, "*lead slots"]:

@@ -1,6 +1,7 @@
 """Runs per-rank code on ranks that are real (a mesh axis) or virtual (one device pretends to be many).
 
-The code in between names an axis and calls `jax.lax` collectives over it; it never learns which of the two it runs on.
+The code in between names an axis and calls `jax.lax` collectives over it; it never learns which of the two
+it runs on.
 """
 
 from collections.abc import Callable
@@ -24,16 +25,16 @@ class Ranks:
             raise ValueError(f"size {self.size} of axis {self.axis!r} is below 1; set at least 1")
         if self.mesh is not None and self.mesh.shape.get(self.axis) != self.size:
             raise ValueError(
-                f"axis {self.axis!r} of size {self.size} is not in the mesh {dict(self.mesh.shape)}; name a mesh axis and its size"
+                f"axis {self.axis!r} of size {self.size} is not in mesh {dict(self.mesh.shape)}; name one of its axes"
             )
 
 
 def over_ranks(fn: Callable[..., Any], ranks: Ranks, *, shared: tuple[int, ...] = ()) -> Callable[..., Any]:
     """`fn` of one rank's values → the same function of all ranks' values.
 
-    Every array of every argument gains a leading dimension, the rank, and so does every array of the result. Arguments
-    whose position is in `shared` are the same on each rank and gain none. Keep `value_and_grad` outside: the gradient of
-    a shared argument is then summed over the ranks, once.
+    Every array of every argument gains a leading dimension, the rank, and so does every array of the
+    result. Arguments whose position is in `shared` are the same on each rank and gain none. Keep
+    `value_and_grad` outside: the gradient of a shared argument is then summed over the ranks, once.
 
     Args:
         fn: may call collectives over `ranks.axis`; arguments and result are pytrees of arrays.
@@ -59,9 +60,7 @@ def over_ranks(fn: Callable[..., Any], ranks: Ranks, *, shared: tuple[int, ...] 
         split, whole = PartitionSpec(ranks.axis), PartitionSpec()
         in_specs = tuple(whole if position in shared else split for position in range(len(args)))
         if AxisType.Explicit in mesh.axis_types:  # such a mesh refuses arrays that are laid out otherwise
-            args = tuple(
-                jax.reshard(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, in_specs, strict=True)
-            )
+            args = tuple(jax.reshard(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, in_specs, strict=True))
         return jax.shard_map(one_rank, mesh=mesh, in_specs=in_specs, out_specs=split)(*args)
 
     return on_mesh

@@ -30,11 +30,12 @@ def route(
 ) -> TransportResult:
     """Outputs of the chosen experts, weighted by gates and summed per token, through the transport `config` names.
 
-    Code of one rank: call it inside `comm.ranks.over_ranks` (or any function that binds `axis`), with this rank's tokens
-    and an `expert_fn` closed over this rank's expert weights.
+    Code of one rank: call it inside `comm.ranks.over_ranks` (or any function that binds `axis`), with this
+    rank's tokens and an `expert_fn` closed over this rank's expert weights.
 
     Args:
-        expert_fn: `(rows, group_expert=None)`; without `group_expert` rows are [local experts, rows, width], with it
+        expert_fn: `(rows, group_expert=None)`; without `group_expert` rows are [local experts, rows,
+            width], with it
             [groups, rows, width] and group g is computed by local expert `group_expert[g]`.
         axis: name of the rank axis; None only on one rank.
         valid: False marks padding tokens.

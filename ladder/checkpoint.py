@@ -155,15 +155,13 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not hasattr(leaf, "dtype") or name in named:
             problem = "occurs twice" if name in named else f"is a {type(leaf).__name__}, not an array"
-            raise ValueError(
-                f"checkpoint field {name!r} {problem}; make every leaf an array with a path of its own"
-            )
+            raise ValueError(f"checkpoint field {name!r} {problem}; make every leaf an array with a path of its own")
         named[name] = leaf
     return named
 
 
 def _target(leaf: Any, *, on_host: bool) -> Any:
-    """What Orbax shall make of an array: NumPy if it was that, else sharded like the leaf, or on one device."""
+    """What Orbax shall make of an array: NumPy if it was that, else sharded like the leaf or on one device."""
     import jax
 
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -178,8 +176,7 @@ def _check_leaves(place: Path, saved: Mapping[str, Any], wanted: Mapping[str, An
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
             have, want = (
-                f"{found[name][1]}{found[name][0]}" if name in found else "nothing"
-                for found in (saved, wanted)
+                f"{found[name][1]}{found[name][0]}" if name in found else "nothing" for found in (saved, wanted)
             )
             raise ValueError(
                 f"checkpoint {place}: field {name!r} holds {have} but {want} is wanted; "

@@ -29,9 +29,7 @@ Home = Annotated[
 ]
 Tracking = Annotated[
     str | None,
-    typer.Option(
-        envvar="MLFLOW_TRACKING_URI", help="MLflow address; else mlflow.db at home.", show_default=False
-    ),
+    typer.Option(envvar="MLFLOW_TRACKING_URI", help="MLflow address; else mlflow.db at home.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
@@ -183,7 +181,7 @@ def watch_run(
         if as_json:
             console.print_json(verdict.to_dict())
         else:
-            console.print_result(tables.verdict_table(verdict.to_dict(), verdict.remarks))
+            console.print_result(tables.verdict_table(verdict.to_dict()))
     except ValueError:
         raise
     except Exception as error:

@@ -18,24 +18,26 @@ from rungwise.analysis.vocabulary import dump_json
 PLAIN_LINE_EVERY = 20.0
 """Seconds between the progress lines of one run where standard error is no terminal."""
 
-_NARROWEST_RESULT = 100
-"""Columns a result may use where standard output is no terminal."""
+_NARROWEST = 100
+"""Columns a table may use where there is no terminal."""
 
 
 def result_console() -> Console:
     """Standard output, which holds the result only."""
-    console = Console(highlight=False)
-    return (
-        console
-        if console.is_terminal
-        else Console(highlight=False, width=max(console.width, _NARROWEST_RESULT))
-    )
+    return _console(stderr=False)
 
 
 @cache
 def log_console() -> Console:
     """Standard error: progress, logs, errors. One console, so that a line lands above a live progress bar."""
-    return Console(stderr=True, highlight=False)
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _NARROWEST)
+    return console
 
 
 def print_result(*renderables: RenderableType) -> None:

@@ -64,9 +64,7 @@ def _result(runs: FamilyRuns, *, report: Path, state: str, store: str) -> dict[s
     assert forecast is not None
     return {
         "family": runs.family,
-        "forecast": {
-            key: getattr(forecast, key) for key in ("metric", "point", "low", "high", "level", "half_width")
-        },
+        "forecast": {key: getattr(forecast, key) for key in ("metric", "point", "low", "high", "level", "half_width")},
         "hash": forecast.hash,
         "outcome": None if outcome is None else asdict(outcome),
         "watch": state,

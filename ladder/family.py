@@ -81,9 +81,7 @@ class OptimizerConfig(Record):
     momentum: float = Field(ge=0, lt=1, description="Muon's momentum")
     newton_schulz_steps: int = Field(ge=1)
     weight_decay: float = Field(ge=0, description="on matrices only, times the learning rate")
-    clip_norm: float | None = Field(
-        default=None, gt=0, description="global gradient norm; absent: no clipping"
-    )
+    clip_norm: float | None = Field(default=None, gt=0, description="global gradient norm; absent: no clipping")
     warmup_fraction: float = Field(ge=0, lt=1)
     final_fraction: float = Field(ge=0, le=1, description="learning rate at the last step over the peak")
 
@@ -91,9 +89,7 @@ class OptimizerConfig(Record):
 class DataConfig(Record):
     """Where text comes from."""
 
-    path: str | None = Field(
-        default=None, description="folder of text, JSONL or Parquet; absent: the shipped corpus"
-    )
+    path: str | None = Field(default=None, description="folder of text, JSONL or Parquet; absent: the shipped corpus")
     tokenizer: Literal["bytes", "bpe"]
     max_epochs: float = Field(gt=0, description="more passes over the text than this are refused")
 
@@ -126,9 +122,7 @@ class RungSpec(Record):
     """One rung (or the hero): a width, its replicas and seeds, and what overrules the recipe."""
 
     hidden_dim: int = Field(ge=2)
-    data_replicas: int = Field(
-        default=1, ge=1, description="copies of the expert group, each with its own sequences"
-    )
+    data_replicas: int = Field(default=1, ge=1, description="copies of the expert group, each with its own sequences")
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     override: dict[str, Any] = Field(
         default_factory=dict, description="any ModelConfig field, or tokens, steps, learning_rate"
@@ -165,9 +159,7 @@ class RunConfig(Record):
     data: DataConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
-    threads: int = Field(
-        ge=1, description="of the CPU backend; part of a run's identity, since bits depend on it"
-    )
+    threads: int = Field(ge=1, description="of the CPU backend; part of a run's identity, since bits depend on it")
 
     @property
     def batch_size(self) -> int:
@@ -219,9 +211,7 @@ class LadderConfig(Record):
     def model_config_for(self, spec: RungSpec) -> ModelConfig:
         """The shape of a rung: the recipe at its width, then its overrides."""
         recipe, width = self.recipe, spec.hidden_dim
-        num_heads = recipe.num_heads or _whole(
-            width, recipe.head_dim or 1, what="num_heads = hidden_dim / head_dim"
-        )
+        num_heads = recipe.num_heads or _whole(width, recipe.head_dim or 1, what="num_heads = hidden_dim / head_dim")
         head_dim = recipe.head_dim or _whole(width, num_heads, what="head_dim = hidden_dim / num_heads")
         layers = recipe.num_layers or max(2, round(width / (recipe.aspect_ratio or width)))
         derived = {
@@ -234,18 +224,14 @@ class LadderConfig(Record):
             "expert_dim": round(recipe.expert_ratio * width),
             "latent_dim": round(recipe.latent_ratio * width),
         }
-        shared = {
-            name: getattr(recipe, name) for name in ModelConfig.model_fields if name in Recipe.model_fields
-        }
+        shared = {name: getattr(recipe, name) for name in ModelConfig.model_fields if name in Recipe.model_fields}
         overrides = {key: value for key, value in spec.override.items() if key not in RUN_OVERRIDES}
         return ModelConfig(**{**shared, **derived, **overrides})
 
     def _run(self, spec: RungSpec, seed: int, role: Literal["rung", "hero"]) -> RunConfig:
         model = self.model_config_for(spec)
         rung = "hero" if role == "hero" else f"d{spec.hidden_dim}"
-        tokens_per_step = (
-            spec.data_replicas * self.transport.num_ranks * self.sequences_per_rank * model.seq_len
-        )
+        tokens_per_step = spec.data_replicas * self.transport.num_ranks * self.sequences_per_rank * model.seq_len
         wanted = spec.override.get("tokens", self.tokens_per_active_param * count_params(model).active)
         steps = int(spec.override.get("steps", max(1, round(wanted / tokens_per_step))))
         peak = self.learning_rate.peak(
@@ -258,9 +244,7 @@ class LadderConfig(Record):
             rung=rung,
             seed=seed,
             model=model,
-            transport=TransportConfig(
-                num_experts=model.num_experts, top_k=model.top_k, **self.transport.model_dump()
-            ),
+            transport=TransportConfig(num_experts=model.num_experts, top_k=model.top_k, **self.transport.model_dump()),
             data_replicas=spec.data_replicas,
             sequences_per_rank=self.sequences_per_rank,
             steps=steps,
@@ -290,9 +274,7 @@ class LadderConfig(Record):
 
 def _whole(numerator: int, denominator: int, *, what: str) -> int:
     if numerator % denominator:
-        raise ValueError(
-            f"{what}: {numerator} is not a multiple of {denominator}; choose a width that divides"
-        )
+        raise ValueError(f"{what}: {numerator} is not a multiple of {denominator}; choose a width that divides")
     return numerator // denominator
 
 
@@ -320,9 +302,7 @@ def family_text(name_or_path: str) -> str:
         try:
             return path.read_text()
         except OSError as error:
-            raise ValueError(
-                f"family file {name_or_path}: {error.strerror}; give a readable TOML file"
-            ) from error
+            raise ValueError(f"family file {name_or_path}: {error.strerror}; give a readable TOML file") from error
     raise ValueError(f"family {name_or_path!r} is unknown{_nearest(name_or_path, list(shipped_families()))}")
 
 

@@ -119,16 +119,12 @@ class Journal:
         for name in names:
             if name not in self._known_names:
                 if not is_metric_name(name):
-                    raise ValueError(
-                        f"metric {name!r} is not in the vocabulary; add it to analysis/vocabulary.py"
-                    )
+                    raise ValueError(f"metric {name!r} is not in the vocabulary; add it to analysis/vocabulary.py")
                 self._known_names.add(name)
 
     def _append(self, kind: str, step: int, body: Mapping[str, Any]) -> None:
         if not self._open:
-            raise ValueError(
-                f"record {kind!r} at step {step} is outside an attempt; call start_attempt first"
-            )
+            raise ValueError(f"record {kind!r} at step {step} is outside an attempt; call start_attempt first")
         self._step = int(step)
         self._time = _next_time(self._time)
         head = {"kind": kind, "attempt": self.attempt, "step": self._step, "time": self._time}
@@ -199,9 +195,7 @@ def _open_records(path: Path, lineage: Mapping[str, str]) -> int:
     header = decode_record(head.partition(b"\n")[0]) or {}
     if header.get("kind") != "header" or any(header.get(name) != value for name, value in lineage.items()):
         os.close(file)
-        raise ValueError(
-            f"{path}: holds {header.get('lineage')!r}, not {lineage.get('lineage')!r}; use another folder"
-        )
+        raise ValueError(f"{path}: holds {header.get('lineage')!r}, not {lineage.get('lineage')!r}; use another folder")
     if os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")
     return file

@@ -152,7 +152,7 @@ class Copier:
             tags=_attempt_tags(self.config, record),
             run_name=self.config["run"] + (f" attempt {number}" if number > 1 else ""),
         )
-        self.run_id = run.info.run_id
+        self.run_id, self.files = run.info.run_id, {}
         self.running = run.info.status == "RUNNING"
         self.copied = int(run.data.tags.get(TAG_MIRRORED_BYTES, 0))
         if not self.copied:

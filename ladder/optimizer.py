@@ -127,8 +127,6 @@ def group_norms(tree: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
     squares: dict[str, jax.Array] = {}
     for path, leaf in tree_flatten_with_path(tree)[0]:
         group = parameter_group(path)
-        squares[group] = squares.get(group, jnp.zeros((), jnp.float32)) + jnp.sum(
-            jnp.square(leaf.astype(jnp.float32))
-        )
+        squares[group] = squares.get(group, jnp.zeros((), jnp.float32)) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
     total = jnp.sqrt(sum(squares.values(), start=jnp.zeros((), jnp.float32)))
     return total, {group: jnp.sqrt(square) for group, square in squares.items()}

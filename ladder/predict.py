@@ -124,9 +124,7 @@ def register_forecast(forecast: Forecast, runs: FamilyRuns, *, home: Path) -> st
         ValueError: the hero has started, or another forecast is registered.
     """
     if runs.registered is None and runs.hero is not None and runs.hero.attempts:
-        raise ValueError(
-            f"the hero of {runs.family} has started; a forecast must be registered before that, to be one"
-        )
+        raise ValueError(f"the hero of {runs.family} has started; a forecast must be registered before that, to be one")
     return register(forecast, forecasts_folder(home, runs.family))
 
 

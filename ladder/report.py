@@ -75,9 +75,7 @@ def write_report(family: str, *, home: Path, tracking: str | None = None, output
     """
     runs = load_family_runs(family, home=home, tracking=tracking)
     if not runs.records:
-        raise ValueError(
-            f"family {runs.family} has no runs in {home}; train its rungs with `ladder run {family}`"
-        )
+        raise ValueError(f"family {runs.family} has no runs in {home}; train its rungs with `ladder run {family}`")
     path = output or make_folder(family_folder(home, runs.family)) / "report.html"
     make_folder(path.parent)
     path.write_text(render_report(runs, home=home), encoding="utf-8")
@@ -101,18 +99,14 @@ def render_report(runs: FamilyRuns, *, home: Path) -> str:
 
 def _subtitle(runs: FamilyRuns) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        f"{len(runs.plan['rungs'])} rung runs and a hero · written {now} by rungwise {rungwise.__version__}"
-    )
+    return f"{len(runs.plan['rungs'])} rung runs and a hero · written {now} by rungwise {rungwise.__version__}"
 
 
 def _cards(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict) -> list[Card]:
     forecast = runs.registered
     measured = Card(name="outcome", value="–", note=_hero_progress(runs, verdict))
     if outcome is not None:
-        measured = Card(
-            name="outcome", value=f"{outcome.measured:.4f}", note="nats per token, measured on the hero"
-        )
+        measured = Card(name="outcome", value=f"{outcome.measured:.4f}", note="nats per token, measured on the hero")
     if forecast is None:
         missing = Card(name="forecast", value="–", note="none is registered")
         return [missing, Card(name="interval", value="–", note=""), measured, _verdict_card(None, verdict)]
@@ -124,9 +118,7 @@ def _cards(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict) -> list[
             value=f"{forecast.low:.3f} – {forecast.high:.3f}",
             note=f"half-width {note}",
         )
-    point = Card(
-        name="forecast", value=f"{forecast.point:.4f}", note=f"nats per token, final {forecast.metric}"
-    )
+    point = Card(name="forecast", value=f"{forecast.point:.4f}", note=f"nats per token, final {forecast.metric}")
     return [point, interval, measured, _verdict_card(outcome, verdict)]
 
 
@@ -173,18 +165,14 @@ def _outcome_sentence(forecast: Forecast, outcome: Outcome) -> str:
     if outcome.held is None:
         return f"The forecast has no interval, so it cannot be said to hold: {ended}."
     if outcome.held:
-        return (
-            f"The forecast, registered before the hero's first step, held: {ended} and inside the interval."
-        )
+        return f"The forecast, registered before the hero's first step, held: {ended} and inside the interval."
     assert forecast.low is not None
     assert forecast.high is not None
     beyond = max(forecast.low - outcome.measured, outcome.measured - forecast.high)
     return f"The forecast did not hold: {ended}, {beyond:.2g} nats outside the interval."
 
 
-def _sections(
-    runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict, *, home: Path
-) -> Iterator[Section]:
+def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict, *, home: Path) -> Iterator[Section]:
     forecast = runs.registered
     columns, rows, note = plan_cells(runs.plan)
     yield Section(id="plan", title="The plan", tables=[Table(columns=columns, rows=rows)], note=note)
@@ -240,9 +228,7 @@ def _floor_text(forecast: Forecast) -> Iterator[str]:
 
 def _alerts_section(verdict: Verdict, *, home: Path, family: str) -> Section:
     recorded = len(recorded_alerts(run_folder(home, family, verdict.run)))
-    note = f"{recorded} recorded while the hero trained. " + " ".join(
-        f"{remark}." for remark in verdict.remarks
-    )
+    note = f"{recorded} recorded while the hero trained. " + " ".join(f"{remark}." for remark in verdict.remarks)
     if not verdict.alerts:
         return Section(id="alerts", title="Alerts", text=["None was raised."], note=note)
     rows = [
@@ -250,9 +236,7 @@ def _alerts_section(verdict: Verdict, *, home: Path, family: str) -> Section:
         for alert in verdict.alerts
     ]
     columns = ["rule", "severity", "state", "steps", "what it means"]
-    return Section(
-        id="alerts", title="Alerts", tables=[Table(columns=columns, rows=rows, wordy=True)], note=note
-    )
+    return Section(id="alerts", title="Alerts", tables=[Table(columns=columns, rows=rows, wordy=True)], note=note)
 
 
 def _runs_table(runs: FamilyRuns) -> Table:
@@ -326,8 +310,7 @@ def _provenance(runs: FamilyRuns, *, home: Path) -> Table:
     for label, key in (("corpus", "corpus_hash"), ("code", "code_version")):
         rows += [[label, value] for value in dict.fromkeys(str(config[key]) for config in configs.values())]
     packages = dict.fromkeys(
-        ", ".join(f"{name} {version}" for name, version in config["packages"].items())
-        for config in configs.values()
+        ", ".join(f"{name} {version}" for name, version in config["packages"].items()) for config in configs.values()
     )
     rows += [["packages", text] for text in packages]
     rows += [[f"config of {record.run}", record.config_hash] for record in runs.records]

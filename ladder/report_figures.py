@@ -1,4 +1,4 @@
-"""The report's figures: runs handed to `rungwise.analysis.figures`, and what it draws made fit to stand inside a page."""
+"""The report's figures: `rungwise.analysis.figures` draws; here runs are handed over and drawings put in a page."""
 
 import io
 import re
@@ -36,23 +36,17 @@ class Picture:
 def fit_picture(forecast: Forecast, outcome: Outcome | None) -> Picture:
     """Rungs, law, interval, outcome."""
     figure = ladder_fit_figure(forecast, outcome=outcome and outcome.measured)
-    caption = (
-        "Final losses of the rungs, the law, the forecast of the hero with its interval, and the outcome."
-    )
+    caption = "Final losses of the rungs, the law, the forecast of the hero with its interval, and the outcome."
     return Picture(svg=inline_svg(figure, "fit", caption), caption=caption)
 
 
 def floor_picture(forecast: Forecast) -> Picture:
     """The forecast as a function of the floor."""
-    caption = (
-        "Forecast and interval for each floor of the law, and how much support the rungs give that floor."
-    )
+    caption = "Forecast and interval for each floor of the law, and how much support the rungs give that floor."
     return Picture(svg=inline_svg(floor_profile_figure(forecast), "floor", caption), caption=caption)
 
 
-def trajectory_pictures(
-    runs: FamilyRuns, forecast: Forecast, *, alerts: Iterable[Alert] = ()
-) -> list[Picture]:
+def trajectory_pictures(runs: FamilyRuns, forecast: Forecast, *, alerts: Iterable[Alert] = ()) -> list[Picture]:
     """Each registered curve with the hero on it, and the rungs behind."""
     steps = runs.plan["hero"]["steps"]
     marks = [{"progress": alert.step / steps, "rule": alert.rule} for alert in alerts]
@@ -92,12 +86,10 @@ def _curve(record: RunRecord, metric: str) -> pd.DataFrame:
 
 
 def inline_svg(figure: Figure, name: str, label: str) -> Markup:
-    """The figure as an `<svg>` element that loads nothing; its ids begin with `name`, so that several share a page."""
+    """The figure as an `<svg>` element that loads nothing; its ids begin with `name`, to share a page with others."""
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
-        figure.savefig(
-            text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

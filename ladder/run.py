@@ -151,9 +151,7 @@ def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bo
         raise ValueError(f"{len(failed)} of {len(todo)} runs failed: {'; '.join(failed)}")
 
 
-def _fits(
-    config: RunConfig, running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]], cores: int
-) -> bool:
+def _fits(config: RunConfig, running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]], cores: int) -> bool:
     used = sum(other.threads for other, _ in running.values())
     return not running or used + config.threads <= cores
 
@@ -171,17 +169,14 @@ def _start_child(config: RunConfig, place: Place) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
-            env=os.environ
-            | {"MLFLOW_TRACKING_URI": place.tracking},  # not an argument: it may hold a password
+            env=os.environ | {"MLFLOW_TRACKING_URI": place.tracking},  # not an argument: it may hold a password
         )
 
 
 def _show(view: ProgressView, config: RunConfig, place: Place) -> None:
     status = run_status(place.folder(config))
     if status["loss"] is not None and status["tokens_per_second"]:
-        view.update(
-            config.run, status["step"], loss=status["loss"], tokens_per_second=status["tokens_per_second"]
-        )
+        view.update(config.run, status["step"], loss=status["loss"], tokens_per_second=status["tokens_per_second"])
 
 
 def _failure(config: RunConfig, place: Place, code: int) -> str:

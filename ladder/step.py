@@ -51,9 +51,7 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepFigures]]
 def init_state(config: RunConfig) -> TrainState:
     """State before the first step, a pure function of the config and its seed."""
     params = init_params(config.model, config.seed)
-    return TrainState(
-        params, build_optimizer(config).init(params), init_bias(config.model), jnp.zeros((), jnp.int32)
-    )
+    return TrainState(params, build_optimizer(config).init(params), init_bias(config.model), jnp.zeros((), jnp.int32))
 
 
 def make_train_step(config: RunConfig) -> TrainStep:
@@ -63,9 +61,7 @@ def make_train_step(config: RunConfig) -> TrainStep:
 
     def objective(params: Any, bias: jax.Array, tokens: jax.Array) -> tuple[jax.Array, Any]:
         output = forward(params, bias, tokens[:, :-1], config=config.model, method=method)
-        parts = language_model_loss(
-            output.logits, tokens[:, 1:], z_loss_weight=config.model.logit_z_loss_weight
-        )
+        parts = language_model_loss(output.logits, tokens[:, 1:], z_loss_weight=config.model.logit_z_loss_weight)
         return parts.objective, (parts, output.stats, output.next_bias)
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepFigures]:
@@ -94,9 +90,7 @@ def make_train_step(config: RunConfig) -> TrainStep:
     return train_step
 
 
-def make_eval_step(
-    config: RunConfig, *, dropping: bool = False
-) -> Callable[[TrainState, jax.Array], jax.Array]:
+def make_eval_step(config: RunConfig, *, dropping: bool = False) -> Callable[[TrainState, jax.Array], jax.Array]:
     """Mean loss of each sequence: (state, tokens [batch, seq + 1]) → [batch], nats per token. Changes no state.
 
     Args:

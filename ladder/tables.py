@@ -1,7 +1,7 @@
 """How results look in a terminal: each function turns the object that `--json` prints into Rich tables."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -114,9 +114,7 @@ def status_table(status: Mapping[str, Any]) -> RenderableType:
 
 def forecast_table(forecast: Mapping[str, Any]) -> RenderableType:
     """The forecast first, then what it rests on, what it refuses and what to beware of."""
-    table = _table(
-        f"forecast of {forecast['metric']}, nats per token", "", "", caption=f"hash {forecast['hash']}"
-    )
+    table = _table(f"forecast of {forecast['metric']}, nats per token", "", "", caption=f"hash {forecast['hash']}")
     table.show_header = False
     table.columns[1].justify = "left"
     table.columns[1].overflow = "fold"
@@ -173,7 +171,7 @@ def _word(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def verdict_table(verdict: Mapping[str, Any], remarks: Sequence[str] = ()) -> RenderableType:
+def verdict_table(verdict: Mapping[str, Any]) -> RenderableType:
     """State in one line, then one row an alert, then what could not be judged."""
     style = _VERDICT_STYLES[verdict["state"]]
     word = verdict["state"].replace("_", " ")
@@ -195,7 +193,7 @@ def verdict_table(verdict: Mapping[str, Any], remarks: Sequence[str] = ()) -> Re
                 escape(str(alert["explanation"])),
             )
         parts.append(table)
-    parts += [f"[dim]{escape(remark)}[/]" for remark in remarks]
+    parts += [f"[dim]{escape(remark)}[/]" for remark in verdict["remarks"]]
     return Group(*parts)
 
 
@@ -205,15 +203,13 @@ def demo_table(result: Mapping[str, Any]) -> RenderableType:
     table = _table(f"{result['family']}: what came of the forecast", "", "")
     table.show_header = False
     table.columns[1].justify, table.columns[1].overflow = "left", "fold"
-    table.add_row(
-        "forecast", f"{forecast['point']:.4f} nats per token, final {forecast['metric']} of the hero"
-    )
+    table.add_row("forecast", f"{forecast['point']:.4f} nats per token, final {forecast['metric']} of the hero")
     table.add_row(
         f"{forecast['level']:.0%} interval",
         f"{interval_text(forecast)}; half-width {half_width_text(forecast)}",
     )
     if outcome is not None:
-        table.add_row("outcome", f"{outcome['measured']:.4f}, the forecast missed by {outcome['error']:+.4f}")
+        table.add_row("outcome", f"{outcome['measured']:.4f}, forecast minus outcome {outcome['error']:+.4f}")
         held = {
             True: "[green]the forecast held",
             False: "[red]the forecast did not hold",

@@ -47,7 +47,7 @@ class Mirror:
             "rungwise.ladder.mirror",
             str(Path(folder).absolute()),
         ]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command,
             env=os.environ | {TRACKING_VARIABLE: tracking_uri},  # not an argument: it may hold a password
             stdin=subprocess.PIPE,
@@ -56,14 +56,15 @@ class Mirror:
         )
 
     def close(self, timeout: float = FLUSH_S) -> bool:
-        """Let the copy finish for at most `timeout` seconds; whether it did."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """Wait until the copy is complete, for at most `timeout` seconds; whether it is.
+
+        What is left is still copied in the background, unless the store goes on not to answer for a minute.
+        """
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
-            return self._process.wait(timeout) == 0
+            return self.process.wait(timeout) == 0
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
             return False
 
     def __enter__(self) -> Self:

@@ -205,9 +205,7 @@ class Trainer:
         pending: tuple[int, Any, float] | None = None
         for step, tokens in self._batches_from(done):
             if step == done + 1:
-                train_step = train_step.lower(
-                    state, tokens
-                ).compile()  # apart, so that no step's time holds it
+                train_step = train_step.lower(state, tokens).compile()  # apart, so that no step's time holds it
             started = time.perf_counter()
             state, figures = train_step(state, tokens)
             if pending is not None:

@@ -36,12 +36,16 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """The object `ladder watch --json` prints."""
         alerts = [alert.to_dict() for alert in self.alerts]
-        return {"run": self.run, "step": self.step, "state": self.state, "alerts": alerts}
+        return {
+            "run": self.run,
+            "step": self.step,
+            "state": self.state,
+            "alerts": alerts,
+            "remarks": list(self.remarks),
+        }
 
 
-def judge_run(
-    family: str, run: str, *, home: Path, tracking: str | None = None, record: bool = True
-) -> Verdict:
+def judge_run(family: str, run: str, *, home: Path, tracking: str | None = None, record: bool = True) -> Verdict:
     """Judges everything a run has logged so far.
 
     Args:
@@ -69,9 +73,7 @@ def judge_loaded(runs: FamilyRuns, run: str) -> Verdict:
     return _verdict(run, step, monitor, remarks)
 
 
-def follow_run(
-    family: str, run: str, *, home: Path, tracking: str | None = None, every: float = 5.0
-) -> Verdict:
+def follow_run(family: str, run: str, *, home: Path, tracking: str | None = None, every: float = 5.0) -> Verdict:
     """Judges a run as it is written, until it ends; waits for it to start.
 
     Each alert that opens or changes is one line on standard error and one record in `alerts.jsonl`.

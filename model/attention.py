@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rungwise.model.config import ModelConfig
+from rungwise.model.linear import linear
 from rungwise.model.norm import rms_norm
 from rungwise.model.rotary import rotate
 
@@ -66,9 +67,7 @@ def attend(
     return _attend_forward(query, key, value, window)[0]
 
 
-def _attend_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, window: jax.Array
-) -> tuple[Attended, tuple]:
+def _attend_forward(query: jax.Array, key: jax.Array, value: jax.Array, window: jax.Array) -> tuple[Attended, tuple]:
     groups = query.shape[2]
     outputs, kept, highest = [], [], []
     for start, stop in _blocks(query.shape[3]):
@@ -121,17 +120,20 @@ def attention(
     Source: Ainslie et al. 2023 (GQA); Henry et al. 2020 (query-key normalisation).
     """
     turn = partial(_normed_and_rotated, kind=kind, epsilon=config.norm_epsilon)
-    query = turn(jnp.einsum("bsd,dhk->bshk", x, params["query"]), params["query_norm"])
-    key = turn(jnp.einsum("bsd,dhk->bshk", x, params["key"]), params["key_norm"])
-    value = jnp.einsum("bsd,dhk->bshk", x, params["value"])
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    fused = jnp.concatenate([params[name].reshape(config.hidden_dim, -1) for name in ("query", "key", "value")], axis=1)
+    query, key, value = jnp.split(linear(x, fused), [heads * dim, (heads + kv_heads) * dim], axis=-1)
+    query = turn(query.reshape(*x.shape[:2], heads, dim), params["query_norm"])
+    key = turn(key.reshape(*x.shape[:2], kv_heads, dim), params["key_norm"])
+    value = value.reshape(*x.shape[:2], kv_heads, dim)
 
-    scale = config.query_key_multiplier / config.head_dim**0.5
-    grouped = (query * scale).reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
+    scale = config.query_key_multiplier / dim**0.5
+    grouped = (query * scale).reshape(*x.shape[:2], kv_heads, -1, dim)
     mixed, logit_max = attend(
         grouped.transpose(0, 2, 3, 1, 4), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), kind.window
     )
-    mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(*x.shape[:2], config.num_heads, config.head_dim)
-    return jnp.einsum("bshk,hkd->bsd", mixed, params["out"]), jax.lax.stop_gradient(logit_max)
+    mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(*x.shape[:2], heads * dim)
+    return linear(mixed, params["out"].reshape(heads * dim, -1)), jax.lax.stop_gradient(logit_max)
 
 
 def _normed_and_rotated(x: jax.Array, scale: jax.Array, *, kind: LayerKind, epsilon: float) -> jax.Array:

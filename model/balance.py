@@ -11,9 +11,7 @@ BISECTIONS = 26
 """Halvings of the margin range: its 2⁻²⁶ is below float32 resolution for any usable router."""
 
 
-def upper_quantile(
-    values: Float[Array, "tokens experts"], count: Int[Array, ""] | int
-) -> Float[Array, " experts"]:
+def upper_quantile(values: Float[Array, "tokens experts"], count: Int[Array, ""] | int) -> Float[Array, " experts"]:
     """Per column, a level exceeded by at most `count` entries, by bisection on counts.
 
     Counting needs no sort, and across ranks only sums of counts, so every rank finds the same level.

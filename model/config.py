@@ -22,9 +22,7 @@ class Record(BaseModel):
     @property
     def content_hash(self) -> str:
         """SHA-256 of the canonical JSON of every field: the record's identity in tags and checkpoints."""
-        text = json.dumps(
-            self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
-        )
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -67,7 +65,8 @@ class ModelConfig(Record):
             raise ValueError(f"top_k {self.top_k} exceeds num_experts {self.num_experts}; lower top_k")
         if self.balance == "quantile" and self.top_k == self.num_experts:
             raise ValueError(
-                f"balance 'quantile' needs a rejected expert, but top_k {self.top_k} takes all of them; set balance = 'none'"
+                f"balance 'quantile' needs a rejected expert, but top_k {self.top_k} takes all of them;"
+                " set balance = 'none'"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -75,8 +74,8 @@ class ModelConfig(Record):
             )
         if self.rotary_dim % 2:
             raise ValueError(
-                f"rotary_fraction {self.rotary_fraction} of head_dim {self.head_dim} gives {self.rotary_dim} rotary dimensions;"
-                " rotary turns pairs, so choose an even number"
+                f"rotary_fraction {self.rotary_fraction} of head_dim {self.head_dim} gives {self.rotary_dim} rotary"
+                " dimensions; rotary turns pairs, so choose an even number"
             )
         return self
 

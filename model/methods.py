@@ -25,9 +25,7 @@ def dropless_config(num_experts: int, top_k: int) -> TransportConfig:
     return TransportConfig(name="dropless", num_experts=num_experts, top_k=top_k, num_ranks=1, num_waves=1)
 
 
-def run_experts(
-    weights: dict[str, jax.Array], rows: jax.Array, group_expert: jax.Array | None = None
-) -> jax.Array:
+def run_experts(weights: dict[str, jax.Array], rows: jax.Array, group_expert: jax.Array | None = None) -> jax.Array:
     """Each group of rows through its expert's SwiGLU: [groups, rows, width] → the same shape.
 
     Args:
@@ -49,14 +47,10 @@ def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMe
     """
     ranks = Ranks(AXIS, transport.num_ranks)
 
-    def one_rank(
-        weights: dict[str, jax.Array], tokens: jax.Array, experts: jax.Array, gates: jax.Array
-    ) -> Any:
+    def one_rank(weights: dict[str, jax.Array], tokens: jax.Array, experts: jax.Array, gates: jax.Array) -> Any:
         return route(tokens, experts, gates, partial(run_experts, weights), axis=AXIS, config=transport)
 
-    def method(
-        latent: jax.Array, experts: jax.Array, gates: jax.Array, weights: dict[str, Any]
-    ) -> RoutedOutput:
+    def method(latent: jax.Array, experts: jax.Array, gates: jax.Array, weights: dict[str, Any]) -> RoutedOutput:
         batch, seq_len, width = latent.shape
         group = (data_replicas, transport.num_ranks, batch * seq_len // (data_replicas * transport.num_ranks))
         if batch % (data_replicas * transport.num_ranks):

@@ -1,6 +1,6 @@
 """The MoE branch: router on the full width, routed experts in the latent width, shared experts on every token.
 
-How routed tokens reach their experts is a `MoeMethod`, built in `model/placement.py`; this file is the mathematics
+How routed tokens reach their experts is a `MoeMethod`, built in `model/methods.py`; this file is the mathematics
 around it.
 """
 
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from rungwise.model.balance import quantile_bias
 from rungwise.model.config import ModelConfig
+from rungwise.model.linear import linear
 from rungwise.model.norm import rms_norm
 from rungwise.model.router import Routes, choose_experts
 from rungwise.model.swiglu import swiglu
@@ -75,12 +76,12 @@ def moe(
     method: MoeMethod,
 ) -> MoeResult:
     """routed experts (latent, by `method`) + shared experts (full width, never cross ranks)."""
-    logits = jnp.einsum("bsd,de->bse", x.astype(jnp.float32), params["router"].astype(jnp.float32))
+    logits = linear(x.astype(jnp.float32), params["router"].astype(jnp.float32))
     routes = choose_experts(logits, bias, top_k=config.top_k, gate_sum=config.gate_sum)
-    latent = jnp.einsum("bsd,dl->bsl", x, params["latent_down"])
+    latent = linear(x, params["latent_down"])
     latent = rms_norm(latent, params["latent_norm"], epsilon=config.norm_epsilon)
     routed = method(latent, routes.experts, routes.gates, params["experts"])
-    output = jnp.einsum("bsl,ld->bsd", routed.output, params["latent_up"])
+    output = linear(routed.output, params["latent_up"])
     if config.num_shared_experts:
         rows = x.reshape(-1, config.hidden_dim)
         output = output + swiglu(params["shared"]["gate_up"], params["shared"]["down"], rows).reshape(x.shape)

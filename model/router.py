@@ -60,8 +60,5 @@ def choose_experts(
     onehot = chosen[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
     score = jax.nn.sigmoid(jnp.sum(jnp.where(onehot, logits[..., None, :], 0.0), axis=-1))
     gates = gate_sum * score / (jnp.sum(score, axis=-1, keepdims=True) + 1e-20)
-    if top_k < num_experts:
-        threshold = values[..., top_k]
-    else:
-        threshold = jnp.full(values.shape[:-1], -jnp.inf, values.dtype)
+    threshold = values[..., top_k] if top_k < num_experts else jnp.full_like(values[..., 0], -jnp.inf)
     return Routes(chosen, gates, threshold, values[..., top_k - 1] - threshold)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from rungwise.model.attention import LayerKind, attention
 from rungwise.model.config import ModelConfig
+from rungwise.model.linear import linear
 from rungwise.model.moe import LayerStats, MoeMethod, moe
 from rungwise.model.norm import rms, rms_norm
 from rungwise.model.rotary import rotary_angles
@@ -79,9 +80,7 @@ class Moe(nnx.Module):
         self.latent_down = _matrix(rngs, layers, width, latent, fan_in=width, scale=scale)
         self.latent_norm = _ones(layers, latent)
         self.latent_up = _matrix(rngs, layers, latent, width, fan_in=latent, scale=scale)
-        self.experts = SwiGLU(
-            layers, config.num_experts, width=latent, inner=config.expert_dim, scale=scale, rngs=rngs
-        )
+        self.experts = SwiGLU(layers, config.num_experts, width=latent, inner=config.expert_dim, scale=scale, rngs=rngs)
         if config.num_shared_experts:
             inner = config.num_shared_experts * config.expert_dim
             self.shared = SwiGLU(layers, width=width, inner=inner, scale=scale, rngs=rngs)
@@ -127,9 +126,7 @@ def layer_kinds(config: ModelConfig) -> LayerKind:
     """Window and rotary angles of every layer, stacked; global layers have zero angles."""
     angles = rotary_angles(config.seq_len, rotary_dim=config.rotary_dim, theta=config.rotary_theta)
     rotary = jnp.array([not config.is_global(layer) for layer in range(config.num_layers)], jnp.float32)
-    return LayerKind(
-        jnp.array(config.windows, jnp.int32), rotary[:, None, None] * jnp.asarray(angles)[None, :, :]
-    )
+    return LayerKind(jnp.array(config.windows, jnp.int32), rotary[:, None, None] * jnp.asarray(angles)[None, :, :])
 
 
 def forward(
@@ -157,16 +154,12 @@ def forward(
         normed = rms_norm(x, weights["moe_norm"], epsilon=config.norm_epsilon)
         result = moe(weights["moe"], layer_bias, normed, config=config, method=method)
         x = x + result.output
-        stats = result.stats._replace(
-            attention_logit_max=attention_max, residual_rms=rms(jax.lax.stop_gradient(x))
-        )
+        stats = result.stats._replace(attention_logit_max=attention_max, residual_rms=rms(jax.lax.stop_gradient(x)))
         return x, (stats, result.next_bias)
 
     x = params["embed"][tokens]
     unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
-    x, (stats, next_bias) = jax.lax.scan(
-        block, x, (params["layers"], bias, layer_kinds(config)), unroll=unroll
-    )
+    x, (stats, next_bias) = jax.lax.scan(block, x, (params["layers"], bias, layer_kinds(config)), unroll=unroll)
     x = rms_norm(x, params["final_norm"], epsilon=config.norm_epsilon)
-    logits = jnp.einsum("bsd,dv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+    logits = linear(x, params["head"]).astype(jnp.float32)
     return ModelOutput(logits, stats, next_bias)

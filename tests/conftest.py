@@ -2,6 +2,7 @@
 
 import fnmatch
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ for _name in ("RUNGWISE_HOME", "MLFLOW_TRACKING_URI"):
     os.environ.pop(_name, None)
 
 _ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
-_skipped = pytest.StashKey[dict[str, str]]()
+_skipped = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture
@@ -36,13 +37,27 @@ def home(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def _empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rungwise.analysis.store import open_client
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_client(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def tracked_home(home: Path, _empty_store: Path) -> Path:
+    """A home folder whose MLflow store has its tables already: making them takes seconds."""
+    shutil.copy(_empty_store, home)
+    return home
+
+
 @pytest.fixture
 def ladder(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `ladder WORD…` as a child in an empty folder; returns its exit code and both outputs."""
 
-    def call(
-        *words: str | Path, timeout: float = 300, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+    def call(*words: str | Path, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-P", "-m", "rungwise.ladder", *map(str, words)]
         return subprocess.run(
             command,
@@ -58,13 +73,11 @@ def ladder(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--strict-skips", action="store_true", help=f"fail on a skip not in {_ALLOWED_SKIPS.name}"
-    )
+    parser.addoption("--strict-skips", action="store_true", help=f"fail on a skip not in {_ALLOWED_SKIPS.name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_skipped] = {}
+    config.stash[_skipped] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item):
     report = yield
     if report.skipped:
-        item.config.stash[_skipped][item.nodeid] = str(report.longrepr)
+        item.config.stash[_skipped].append(_skip_line(report))
     return report
 
 
@@ -83,20 +96,23 @@ def pytest_runtest_makereport(item: pytest.Item):
 def pytest_make_collect_report(collector: pytest.Collector):
     report = yield
     if report.skipped:
-        collector.config.stash[_skipped][collector.nodeid] = str(report.longrepr)
+        collector.config.stash[_skipped].append(_skip_line(report))
     return report
 
 
-def _unlisted_skips(config: pytest.Config) -> dict[str, str]:
+def _skip_line(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """`node id: reason`, what the allow-list's patterns are held against."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return f"{report.nodeid}: {reason.removeprefix('Skipped: ')}"
+
+
+def _unlisted_skips(config: pytest.Config) -> list[str]:
     if not config.getoption("--strict-skips"):
-        return {}
-    lines = (line.split("#")[0].strip() for line in _ALLOWED_SKIPS.read_text().splitlines())
-    patterns = [line for line in lines if line]
-    return {
-        name: reason
-        for name, reason in config.stash[_skipped].items()
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
+        return []
+    lines = (line.strip() for line in _ALLOWED_SKIPS.read_text().splitlines())
+    allowed = [line for line in lines if line and not line.startswith("#")]
+    skips = config.stash[_skipped]
+    return [skip for skip in skips if not any(fnmatch.fnmatchcase(skip, pattern) for pattern in allowed)]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -105,5 +121,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for name, reason in _unlisted_skips(config).items():
-        terminalreporter.line(f"SKIP NOT ALLOWED {name}: {reason}", red=True)
+    for skip in _unlisted_skips(config):
+        terminalreporter.line(f"SKIP NOT ALLOWED {skip}", red=True)

@@ -40,11 +40,7 @@ def broken_arrows(package: str, source: str) -> list[str]:
     """Imports in a file of `package` that the table of the design does not allow."""
     allowed = MAY_IMPORT[package] | {package, "__version__"}
     named = (name.split(".") for name in imports(ast.parse(source)))
-    return [
-        ".".join(parts)
-        for parts in named
-        if parts[0] == "rungwise" and parts[1:2] and parts[1] not in allowed
-    ]
+    return [".".join(parts) for parts in named if parts[0] == "rungwise" and parts[1:2] and parts[1] not in allowed]
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
@@ -81,9 +77,7 @@ def test_vocabulary_is_standard_library_only():
     assert {name.split(".")[0] for name in imports(tree)} <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.is_relative_to(ROOT / "analysis")], ids=_name
-)
+@pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT / "analysis")], ids=_name)
 def test_analysis_names_no_jax(path):
     roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
     assert not roots & {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}

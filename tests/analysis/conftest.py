@@ -64,10 +64,9 @@ def planted_run(
             "tokens": tokens * progress,
             "train/loss": loss + noise * rng.standard_normal(steps),
             "eval/loss": np.where(
-                step % max(steps // 20, 1) == 0, loss + 0.002 * rng.standard_normal(steps), np.nan
+                (steps - step) % max(steps // 20, 1) == 0, loss + 0.002 * rng.standard_normal(steps), np.nan
             ),
-            "train/grad_norm": (0.3 + 0.5 * np.exp(-progress / 0.1))
-            * np.exp(0.2 * rng.standard_normal(steps)),
+            "train/grad_norm": (0.3 + 0.5 * np.exp(-progress / 0.1)) * np.exp(0.2 * rng.standard_normal(steps)),
             "moe/drop_fraction": 0.1 * np.exp(-progress / 0.05) + 0.01 * rng.random(steps),
         }
     )
@@ -85,9 +84,7 @@ def planted_ladder(
         planted_run(name, flops, seed=10 * seed, steps=count, noise=noise)
         for (name, flops), count in zip(SIZES.items(), steps, strict=True)
     ]
-    repeats = [
-        planted_run(f"d32-seed{k}", 1.0, seed=10 * seed + k, steps=steps[0], noise=noise) for k in (1, 2)
-    ]
+    repeats = [planted_run(f"d32-seed{k}", 1.0, seed=10 * seed + k, steps=steps[0], noise=noise) for k in (1, 2)]
     return runs + repeats
 
 

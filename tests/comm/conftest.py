@@ -18,7 +18,7 @@ from rungwise.comm.transports import route
 
 @dataclass(frozen=True)
 class Layer:
-    """Everything about all ranks: tokens [ranks, T, H], ids and gates [ranks, T, K], weights [ranks, local experts, …]."""
+    """All ranks: tokens [ranks, T, H], ids and gates [ranks, T, K], weights [ranks, local experts, …]."""
 
     config: TransportConfig
     tokens: Any
@@ -49,9 +49,7 @@ class Layer:
 
         def loss(tokens, gates, weights):
             output = self.run(tokens, gates, weights, **options).output
-            return jnp.sum(
-                output * jnp.cos(jnp.arange(output.size, dtype=output.dtype).reshape(output.shape))
-            )
+            return jnp.sum(output * jnp.cos(jnp.arange(output.size, dtype=output.dtype).reshape(output.shape)))
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(self.tokens, self.gates, self.weights)
 
@@ -61,7 +59,7 @@ class Layer:
         up, down = (np.asarray(part, np.float64).reshape(-1, *part.shape[2:]) for part in self.weights)
         kept = np.ones(gates.shape, bool) if kept is None else np.asarray(kept)
         output = np.zeros(tokens.shape)
-        for rank, token, k in zip(*np.nonzero(kept), strict=True):
+        for rank, token, k in np.argwhere(kept):
             expert = int(self.expert_ids[rank, token, k])
             hidden = np.tanh(tokens[rank, token] @ up[expert])
             output[rank, token] += gates[rank, token, k] * (hidden @ down[expert])
@@ -78,9 +76,7 @@ class Layer:
             limit = _limit(usable[rank].sum(), num_ranks * waves, config.sender_capacity_factor)
             limit = min(
                 limit,
-                capacity(
-                    num_items, num_bins=num_ranks * waves, capacity_factor=config.sender_capacity_factor
-                ),
+                capacity(num_items, num_bins=num_ranks * waves, capacity_factor=config.sender_capacity_factor),
             )
             seen: dict[int, int] = defaultdict(int)
             for token, k in np.argwhere(usable[rank]):
@@ -119,7 +115,7 @@ def make_layer(
     expert_ids=None,
     valid=None,
 ):
-    """A random layer whose experts differ in popularity by `skew`; the distinct choices of a token are drawn without replacement."""
+    """A random layer whose experts differ in popularity by `skew`; a token's choices are distinct."""
     random = np.random.default_rng(seed)
     score = random.gumbel(size=(num_ranks, num_tokens, num_experts)) + skew * random.normal(size=num_experts)
     drawn = np.argsort(-score, axis=-1)[..., :top_k]

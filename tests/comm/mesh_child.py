@@ -1,4 +1,4 @@
-"""Run by `test_ranks.py` with eight CPU devices: the same layers on virtual ranks and on a mesh. Prints one JSON list."""
+"""Run by `test_ranks.py` with eight CPU devices: the same layers on virtual ranks and on a mesh. Prints JSON."""
 
 import json
 
@@ -18,9 +18,7 @@ def compare(layer, axis_type):
         jax.tree.leaves((real.output, layer.gradients(mesh=mesh))),
         strict=True,
     )
-    error = max(
-        float(np.abs(np.asarray(got) - np.asarray(want)).max() / np.abs(want).max()) for want, got in pairs
-    )
+    error = max(float(np.abs(np.asarray(got) - np.asarray(want)).max() / np.abs(want).max()) for want, got in pairs)
     return {"exact": all(jax.tree.leaves(same)), "error": error}
 
 

@@ -21,9 +21,7 @@ def test_capacity_is_never_zero_and_never_short(num_tokens, top_k, num_experts, 
 
 def test_capacity_takes_the_factor_as_written():
     assert capacity(100, num_bins=1, capacity_factor=1.15) == 115
-    assert (
-        capacity(100, num_bins=1, capacity_factor=1.1) == 110
-    )  # 1.1 as a float is above 11/10: ceil would give 111
+    assert capacity(100, num_bins=1, capacity_factor=1.1) == 110  # 1.1 as a float is above 11/10: ceil would give 111
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 1.123456789])

@@ -8,9 +8,7 @@ from rungwise.comm import dropless as module
 def test_dropless_on_ranks_equals_one_rank(moe, num_ranks):
     layer = moe.layer("dropless", num_ranks=num_ranks, skew=3.0)
     single = moe.regroup(layer, "dropless", 1)
-    np.testing.assert_allclose(
-        moe.flat(layer.result().output), moe.flat(single.result().output), rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(moe.flat(layer.result().output), moe.flat(single.result().output), rtol=1e-5, atol=1e-6)
     for counts, whole in zip(layer.result().counts, single.result().counts, strict=True):
         np.testing.assert_array_equal(np.asarray(counts).sum(), np.asarray(whole).sum())
 

@@ -11,16 +11,12 @@ GROUP_EXPERT = jnp.array([0, 0, 2, 3, 3], jnp.int32)  # experts 1 and 4 own no g
 
 
 def loop(owners):
-    return np.stack(
-        [np.asarray(ROWS[group]) @ np.asarray(WEIGHTS[owner]) for group, owner in enumerate(owners)]
-    )
+    return np.stack([np.asarray(ROWS[group]) @ np.asarray(WEIGHTS[owner]) for group, owner in enumerate(owners)])
 
 
 def test_grouped_matmul_uses_each_groups_own_weights():
     np.testing.assert_allclose(grouped.grouped_matmul(ROWS, WEIGHTS), loop(range(5)), rtol=1e-5)
-    np.testing.assert_allclose(
-        grouped.grouped_matmul(ROWS, WEIGHTS, GROUP_EXPERT), loop(GROUP_EXPERT), rtol=1e-5
-    )
+    np.testing.assert_allclose(grouped.grouped_matmul(ROWS, WEIGHTS, GROUP_EXPERT), loop(GROUP_EXPERT), rtol=1e-5)
 
 
 def test_grouped_matmul_accelerator_form_agrees_in_values_and_gradients():

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,7 @@ def check_against_rule(layer):
     np.testing.assert_array_equal(counts.sender_dropped, (usable & ~sent).sum((1, 2)))
     np.testing.assert_array_equal(counts.receiver_dropped, (sent & ~kept).sum((1, 2)))
     np.testing.assert_array_equal(counts.tokens_lost_all_routes, (layer.valid & ~kept.any(-1)).sum(1))
-    np.testing.assert_array_equal(
-        counts.valid - counts.sender_dropped - counts.receiver_dropped, kept.sum((1, 2))
-    )
+    np.testing.assert_array_equal(counts.valid - counts.sender_dropped - counts.receiver_dropped, kept.sum((1, 2)))
     load = np.bincount(layer.expert_ids[usable], minlength=layer.config.num_experts)
     np.testing.assert_array_equal(counts.expert_load.sum(0), load)
     np.testing.assert_array_equal(counts.rank_load.sum(0), load.reshape(layer.config.num_ranks, -1).sum(-1))
@@ -54,7 +54,7 @@ def test_pooled_wave_keeps_what_the_rule_keeps(moe, shape, factor, receiver_fact
 
 
 def test_pooled_wave_hot_expert_by_hand(moe):
-    # 2 ranks × 4 tokens, 4 experts; everyone wants expert 0. Pool: ceil(1.5·4/2) = 3 slots, expert: ceil(1·4/2) = 2 rows.
+    # 2 ranks × 4 tokens, 4 experts; all want expert 0. Pool: ceil(1.5·4/2) = 3 slots, expert: ceil(1·4/2) = 2 rows.
     layer = moe.layer(
         num_ranks=2,
         num_experts=4,
@@ -65,9 +65,7 @@ def test_pooled_wave_hot_expert_by_hand(moe):
         expert_ids=np.zeros((2, 4, 1)),
     )
     result = layer.result()
-    np.testing.assert_array_equal(
-        result.kept[..., 0], [[True, False, False, False]] * 2
-    )  # slot 0 of each source
+    np.testing.assert_array_equal(result.kept[..., 0], [[True, False, False, False]] * 2)  # slot 0 of each source
     counts = result.counts
     np.testing.assert_array_equal(counts.sender_dropped, [1, 1])  # token 3 found no slot
     np.testing.assert_array_equal(counts.receiver_dropped, [2, 2])
@@ -79,9 +77,7 @@ def test_pooled_wave_hot_expert_by_hand(moe):
 def test_pooled_wave_first_come_case(moe):
     # Published case: capacity 1, four tokens; 4 of 8 assignments drop and only token 3 loses both experts.
     ids = np.array([[[0, 1], [0, 2], [0, 3], [1, 2]]])
-    layer = moe.layer(
-        num_ranks=1, num_experts=4, num_tokens=4, factor=1.0, receiver_factor=0.5, expert_ids=ids
-    )
+    layer = moe.layer(num_ranks=1, num_experts=4, num_tokens=4, factor=1.0, receiver_factor=0.5, expert_ids=ids)
     result = layer.result()
     assert np.argwhere(~np.asarray(result.kept[0])).tolist() == [[1, 0], [2, 0], [3, 0], [3, 1]]
     assert (int(result.counts.receiver_dropped[0]), int(result.counts.tokens_lost_all_routes[0])) == (4, 1)
@@ -114,9 +110,7 @@ def test_pooled_wave_gradients_are_those_of_the_kept_assignments(moe):
     )
     want_tokens, want_gates, want_weights = masked.gradients()
     np.testing.assert_allclose(moe.flat(by_tokens), moe.flat(want_tokens), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(
-        moe.flat(by_gates), moe.flat(want_gates) * moe.flat(kept), rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(moe.flat(by_gates), moe.flat(want_gates) * moe.flat(kept), rtol=1e-4, atol=1e-5)
     for got, want in zip(by_weights, want_weights, strict=True):
         np.testing.assert_allclose(moe.flat(got), moe.flat(want), rtol=1e-4, atol=1e-5)
 
@@ -126,14 +120,13 @@ def test_pooled_wave_shapes_do_not_depend_on_padding(moe):
     sizes = []
 
     @jax.jit
-    def run(valid):
+    def run(valid, *args):
         sizes.append(valid.shape)
-        return type(layer)(
-            layer.config, layer.tokens, layer.expert_ids, layer.gates, layer.weights, valid
-        ).run(layer.tokens, layer.gates, layer.weights)
+        return dataclasses.replace(layer, valid=valid).run(*args)
 
     for share in (0.0, 0.5, 1.0):
-        run(jnp.asarray(np.random.default_rng(0).random((2, 16)) < share))
+        valid = np.random.default_rng(0).random((2, 16)) < share
+        run(valid, layer.tokens, layer.gates, layer.weights)
     assert len(sizes) == 1
 
 
@@ -142,12 +135,7 @@ def lowered(layer, fn):
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (layer.tokens, layer.gates, layer.weights)
     )
-    return (
-        jax.jit(lambda *args: fn(*args, mesh=mesh))
-        .trace(*shapes)
-        .lower(lowering_platforms=("cpu",))
-        .as_text()
-    )
+    return jax.jit(lambda *args: fn(*args, mesh=mesh)).trace(*shapes).lower(lowering_platforms=("cpu",)).as_text()
 
 
 @pytest.mark.parametrize("num_waves", [1, 2])
@@ -164,13 +152,9 @@ def test_pooled_wave_sends_nothing_twice_under_rematerialisation(moe):
 
     def count(policy):
         def loss(*args, mesh):
-            return jnp.sum(
-                layer.run(*args, mesh=mesh, wrap=lambda fn: jax.checkpoint(fn, policy=policy)).output ** 2
-            )
+            return jnp.sum(layer.run(*args, mesh=mesh, wrap=lambda fn: jax.checkpoint(fn, policy=policy)).output ** 2)
 
-        text = lowered(
-            layer, lambda *args, mesh: jax.value_and_grad(lambda *a: loss(*a, mesh=mesh), (0, 1, 2))(*args)
-        )
+        text = lowered(layer, lambda *args, mesh: jax.value_and_grad(lambda *a: loss(*a, mesh=mesh), (0, 1, 2))(*args))
         return text.count("stablehlo.all_to_all")
 
     assert count(jax.checkpoint_policies.save_only_these_names(COLLECTIVE)) == 8  # 2 W forward, 2 W backward

@@ -100,9 +100,7 @@ def test_transports_give_an_expert_without_tokens_exactly_zero_gradient(moe, nam
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_transports_sum_expert_gradients_once_over_ranks(name, num_ranks):
     # Published complaint: expert gradients too large by the expert-parallel size. Loss: mean over 4 tokens of w_e · x.
-    config = TransportConfig(
-        name=name, num_experts=2, top_k=1, num_ranks=num_ranks, sender_capacity_factor=4.0
-    )
+    config = TransportConfig(name=name, num_experts=2, top_k=1, num_ranks=num_ranks, sender_capacity_factor=4.0)
     config = dataclasses.replace(config, receiver_capacity_factor=4.0)
     tokens = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(num_ranks, -1, 1)
     ids = jnp.array([0, 1, 0, 1], jnp.int32).reshape(num_ranks, -1, 1)
@@ -113,9 +111,7 @@ def test_transports_sum_expert_gradients_once_over_ranks(name, num_ranks):
                 own = weights if group_expert is None else weights[group_expert]
                 return rows * own[:, None, None]
 
-            return route(
-                tokens * scale, ids, jnp.ones(ids.shape), experts, axis="expert", config=config
-            ).output
+            return route(tokens * scale, ids, jnp.ones(ids.shape), experts, axis="expert", config=config).output
 
         return jnp.mean(jax.vmap(one_rank, axis_name="expert")(tokens, ids, weights.reshape(num_ranks, -1)))
 
@@ -138,9 +134,7 @@ def test_transports_leave_padding_out_of_everything(moe, name, num_ranks):
     clean, dirty = layer.result(), poisoned.result()
     for got, want in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
         np.testing.assert_array_equal(got, want)
-    for got, want in zip(
-        jax.tree.leaves(poisoned.gradients()), jax.tree.leaves(layer.gradients()), strict=True
-    ):
+    for got, want in zip(jax.tree.leaves(poisoned.gradients()), jax.tree.leaves(layer.gradients()), strict=True):
         np.testing.assert_array_equal(got, want)
     assert int(clean.counts.tokens_valid.sum()) == valid.sum()
     assert int(clean.counts.valid.sum()) == 2 * valid.sum()
@@ -150,9 +144,7 @@ def test_transports_leave_padding_out_of_everything(moe, name, num_ranks):
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_transports_report_routes_to_nowhere(moe, name):
     ids = np.array([[[0, 1], [-1, 3], [8, 99], [2, 3]]])
-    layer = moe.layer(
-        name, num_ranks=1, num_tokens=4, factor=8.0, expert_ids=ids, valid=[[True, True, True, False]]
-    )
+    layer = moe.layer(name, num_ranks=1, num_tokens=4, factor=8.0, expert_ids=ids, valid=[[True, True, True, False]])
     counts = jax.tree.map(lambda count: np.asarray(count)[0], layer.result().counts)
     assert (counts.out_of_range, counts.valid, counts.tokens_valid, counts.tokens_lost_all_routes) == (
         3,
@@ -195,6 +187,4 @@ def test_transports_work_in_bfloat16(moe, name):
     result = small.result()
     assert result.output.dtype == jnp.bfloat16
     assert bool(result.kept.all())
-    np.testing.assert_allclose(
-        np.asarray(result.output, np.float32), small.expected_output(), rtol=0.05, atol=0.05
-    )
+    np.testing.assert_allclose(np.asarray(result.output, np.float32), small.expected_output(), rtol=0.05, atol=0.05)

@@ -23,9 +23,7 @@ def _planted_loss(flops: float) -> float:
     return FLOOR + AMPLITUDE * flops**-EXPONENT
 
 
-def write_run(
-    home: Path, family: str, plan: RunPlan, *, steps: int | None = None, shift: float = 0.0
-) -> None:
+def write_run(home: Path, family: str, plan: RunPlan, *, steps: int | None = None, shift: float = 0.0) -> None:
     """Writes a run's config and journal: a healthy curve that ends on the planted law, plus `shift` nats.
 
     Args:

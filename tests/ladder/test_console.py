@@ -1,4 +1,4 @@
-"""What reaches the terminal: one-line errors, results apart from progress, progress where there is no terminal."""
+"""What reaches the terminal: one-line errors, results apart from progress, progress without a terminal."""
 
 import json
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_journal_numbers_attempts_and_orders_records_by_time(tmp_path):
     assert [record["attempt"] for record in records if record["kind"] == "attempt"] == [1, 2, 3]
     for attempt in (1, 2, 3):
         times = [record["time"] for record in records if record["attempt"] == attempt]
-        assert all(later > earlier for earlier, later in zip(times, times[1:], strict=False))
+        assert all(later > earlier for earlier, later in pairwise(times))
 
 
 @pytest.mark.parametrize(
@@ -99,10 +100,14 @@ def test_journal_numbers_attempts_and_orders_records_by_time(tmp_path):
     ],
 )
 def test_journal_left_by_an_exception_says_so(tmp_path, error, state, reason):
-    with pytest.raises(type(error)), open_journal(tmp_path) as journal:
-        journal.start_attempt(0)
-        journal.write(7, {"train/loss": 1.0})
-        raise error
+    def train() -> None:
+        with open_journal(tmp_path) as journal:
+            journal.start_attempt(0)
+            journal.write(7, {"train/loss": 1.0})
+            raise error
+
+    with pytest.raises(type(error)):
+        train()
     end = read_records(tmp_path / "metrics.jsonl").records[-1]
     assert (end["kind"], end["step"], end["state"], end["reason"]) == ("end", 7, state, reason)
 

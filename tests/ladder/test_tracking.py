@@ -1,6 +1,7 @@
 import contextlib
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,11 +62,7 @@ def attempts(tracking_uri: str, run: str = "d64"):
 def losses(tracking_uri: str, run: str = "d64") -> list[list[tuple[int, float]]]:
     client, found = attempts(tracking_uri, run)
     return [
-        sorted(
-            (step, value)
-            for key, step, _, value in read_points(client, tracking_uri, each)
-            if key == "train/loss"
-        )
+        sorted((step, value) for key, step, _, value in read_points(client, tracking_uri, each) if key == "train/loss")
         for each in found
     ]
 
@@ -77,16 +74,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def test_mirror_tells_everything_about_an_attempt(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_tells_everything_about_an_attempt(tracked_home):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     append_event(folder, "context", 3, expected="eval/loss falls")
     train(folder, range(1, 5))
     mirror_folder(folder, uri)
     client, (run,) = attempts(uri)
     tags = {
-        name.removeprefix("rungwise."): value
-        for name, value in run.data.tags.items()
-        if name.startswith("rungwise")
+        name.removeprefix("rungwise."): value for name, value in run.data.tags.items() if name.startswith("rungwise")
     }
     tags.pop("mirrored_bytes")
     assert tags == {
@@ -117,21 +112,19 @@ def test_mirror_tells_everything_about_an_attempt(home):
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
 
 
-def test_mirror_keeps_two_long_settings_apart_and_loses_no_neighbour(home):
-    settings = {
-        name: {"schedule": "x" * 6000 + f" lr={name}", "odd (key)": 1, "top_k": 2} for name in ("a", "b")
-    }
+def test_mirror_keeps_two_long_settings_apart_and_loses_no_neighbour(tracked_home):
+    settings = {name: {"schedule": "x" * 6000 + f" lr={name}", "odd (key)": 1, "top_k": 2} for name in ("a", "b")}
     for name, config in settings.items():
-        train(make_run(home, name, config=config), range(1, 3))
-        mirror_folder(run_folder(home, "tiny", name), resolve_tracking(home))
-    first, second = (attempts(resolve_tracking(home), name)[1][0].data.params for name in settings)
+        train(make_run(tracked_home, name, config=config), range(1, 3))
+        mirror_folder(run_folder(tracked_home, "tiny", name), resolve_tracking(tracked_home))
+    first, second = (attempts(resolve_tracking(tracked_home), name)[1][0].data.params for name in settings)
     assert set(first) == {"plan.tokens", "schedule", "odd :0028:key:0029:", "top_k"}
     assert first["schedule"] != second["schedule"]
     assert "see config.json" in first["schedule"]
 
 
-def test_mirror_resumed_run_is_one_mlflow_run_an_attempt(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_resumed_run_is_one_mlflow_run_an_attempt(tracked_home):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     train(folder, range(1, 6), end=None)  # dies without a word
     train(folder, range(4, 8), restored=3, end="failed")
     mirror_folder(folder, uri)
@@ -148,8 +141,8 @@ def test_mirror_resumed_run_is_one_mlflow_run_an_attempt(home):
     ]
 
 
-def test_mirror_leaves_a_live_run_running_and_a_dead_one_killed(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_leaves_a_live_run_running_and_a_dead_one_killed(tracked_home):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     with Journal(folder, family="tiny", run="d64") as journal:
         journal.start_attempt(0)
         journal.write(1, {"train/loss": 2.0})
@@ -159,8 +152,8 @@ def test_mirror_leaves_a_live_run_running_and_a_dead_one_killed(home):
     assert attempts(uri)[1][0].info.status == "KILLED"
 
 
-def test_mirror_copied_again_holds_each_point_once(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_copied_again_holds_each_point_once(tracked_home):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     with Journal(folder, family="tiny", run="d64") as journal:
         journal.start_attempt(0)
         for step, value in enumerate((1.5, math.nan, math.inf, -math.inf, -0.0)):
@@ -174,17 +167,17 @@ def test_mirror_copied_again_holds_each_point_once(home):
     assert len(points) == 12  # ten, and the signs of two infinities
 
 
-def test_mirror_fills_a_store_that_was_removed(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_fills_a_second_store_from_the_start(tracked_home):
+    folder, other = make_run(tracked_home), f"sqlite:///{tracked_home}/other.db"
+    shutil.copy(tracked_home / "mlflow.db", tracked_home / "other.db")
     train(folder, range(1, 5))
-    mirror_folder(folder, uri)
-    (home / "mlflow.db").rename(home / "lost.db")
-    mirror_folder(folder, uri)
-    assert len(losses(uri)[0]) == 4
+    for uri in (resolve_tracking(tracked_home), other):
+        mirror_folder(folder, uri)
+        assert len(losses(uri)[0]) == 4
 
 
-def test_mirror_of_a_run_trained_anew_starts_a_new_series(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_of_a_run_trained_anew_starts_a_new_series(tracked_home):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     train(folder, range(1, 5), end="failed")
     mirror_folder(folder, uri)
     (folder / "metrics.jsonl").unlink()
@@ -194,10 +187,10 @@ def test_mirror_of_a_run_trained_anew_starts_a_new_series(home):
     assert (record.state, len(record.attempts), record.trajectory.frame["step"].max()) == ("finished", 1, 2)
 
 
-def test_mirror_of_the_hero_carries_the_forecasts(home, tmp_path):
-    folder, uri = make_run(home, "hero", role="hero"), resolve_tracking(home)
-    forecasts_folder(home, "tiny").mkdir()
-    (forecasts_folder(home, "tiny") / "abc123.json").write_text('{"schema": 1}')
+def test_mirror_of_the_hero_carries_the_forecasts(tracked_home, tmp_path):
+    folder, uri = make_run(tracked_home, "hero", role="hero"), resolve_tracking(tracked_home)
+    forecasts_folder(tracked_home, "tiny").mkdir()
+    (forecasts_folder(tracked_home, "tiny") / "abc123.json").write_text('{"schema": 1}')
     train(folder, range(1, 3))
     mirror_folder(folder, uri)
     client, (run,) = attempts(uri, "hero")
@@ -207,8 +200,8 @@ def test_mirror_of_the_hero_carries_the_forecasts(home, tmp_path):
     assert fetched.read_text() == '{"schema": 1}'
 
 
-def test_mirror_tag_run_marks_the_live_attempt(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_tag_run_marks_the_live_attempt(tracked_home):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     train(folder, range(1, 3), end="failed")
     train(folder, range(3, 5), restored=2)
     mirror_folder(folder, uri)
@@ -218,8 +211,8 @@ def test_mirror_tag_run_marks_the_live_attempt(home):
         tag_run(uri, "tiny", "d128", {})
 
 
-def test_mirror_process_follows_and_finishes(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_process_follows_and_finishes(tracked_home):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     mirror = Mirror(folder, tracking_uri=uri)
     train(folder, range(1, 40))
     assert mirror.close(120)
@@ -242,14 +235,14 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_mirror_outlives_a_killed_trainer_and_completes_the_copy(home):
-    folder, uri = make_run(home), resolve_tracking(home)
+def test_mirror_outlives_a_killed_trainer_and_completes_the_copy(tracked_home):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     command = [sys.executable, "-P", "-c", TRAINER, folder, uri]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         trainer.stdout.readline()
         trainer.send_signal(signal.SIGKILL)
-    wait_until(lambda: (home / "mlflow.db").exists() and bool(find_experiment(open_client(uri), "tiny")))
+    wait_until(lambda: (tracked_home / "mlflow.db").exists() and bool(find_experiment(open_client(uri), "tiny")))
     wait_until(lambda: [run.info.status for run in attempts(uri)[1]] == ["KILLED"])
     assert len(losses(uri)[0]) == 20
 
@@ -317,7 +310,7 @@ def test_mirror_survives_an_outage_of_the_server_without_losing_or_doubling_a_po
                 wait_until(lambda: find_experiment(open_client(uri), "tiny") is not None)
                 wait_until(lambda: bool(losses(uri)) and len(losses(uri)[0]) == 5)
             except BaseException:
-                mirror.close(0)
+                mirror.process.kill()
                 raise
         for step in range(5, 9):  # the server is down
             journal.write(step, {"train/loss": 3 - 0.1 * step})
@@ -331,7 +324,7 @@ def test_mirror_survives_an_outage_of_the_server_without_losing_or_doubling_a_po
             here, there = load_run(folder), load_run_mlflow(uri, "tiny", "d64")
             assert there.trajectory.frame.equals(here.trajectory.frame)
             assert there.attempts == here.attempts
-    started = time.monotonic()
     mirror = Mirror(folder, tracking_uri=uri)  # down again: leaving is bounded
     assert not mirror.close(3)
-    assert time.monotonic() - started < 30
+    mirror.process.kill()
+    mirror.process.wait()

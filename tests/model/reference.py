@@ -43,9 +43,7 @@ def attention(p, x, config, *, layer):
             k = np.stack([rotate_head(row, i, rotary_dim, config.rotary_theta) for i, row in enumerate(k)])
         for i in range(len(x)):
             seen = [j for j in range(i + 1) if whole or i - j < config.window]
-            scores = (
-                np.array([q[i] @ k[j] for j in seen]) * config.query_key_multiplier / np.sqrt(config.head_dim)
-            )
+            scores = np.array([q[i] @ k[j] for j in seen]) * config.query_key_multiplier / np.sqrt(config.head_dim)
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
             out[i] += sum(w * v[j] for w, j in zip(weights, seen, strict=True)) @ p["out"][head]
@@ -76,9 +74,7 @@ def forward(params, bias, tokens, config):
         x = params["embed"][sequence]
         for layer in range(config.num_layers):
             p = _layer(params["layers"], layer)
-            x = x + attention(
-                p["attention"], norm(x, p["attention_norm"], config.norm_epsilon), config, layer=layer
-            )
+            x = x + attention(p["attention"], norm(x, p["attention_norm"], config.norm_epsilon), config, layer=layer)
             x = x + moe(p["moe"], bias[layer], norm(x, p["moe_norm"], config.norm_epsilon), config)
         logits.append(norm(x, params["final_norm"], config.norm_epsilon) @ params["head"])
     return np.stack(logits)

@@ -22,9 +22,7 @@ def _inputs(seq_len: int):
 
 @pytest.mark.parametrize("window", [1, 3, 11])
 @pytest.mark.parametrize("block", [4, 11, 64])
-def test_attend_equals_plain_softmax_with_its_gradient(
-    monkeypatch: pytest.MonkeyPatch, window: int, block: int
-):
+def test_attend_equals_plain_softmax_with_its_gradient(monkeypatch: pytest.MonkeyPatch, window: int, block: int):
     monkeypatch.setattr(module, "QUERY_BLOCK", block)
     query, key, value = _inputs(11)
     target = jnp.asarray(np.random.default_rng(1).normal(size=query.shape))
@@ -49,6 +47,4 @@ def test_attend_reports_the_largest_logit_it_sees():
     query, key, value = _inputs(6)
     logits = np.einsum("bkgid,bkjd->bkgij", query, key)
     seen = np.tril(np.ones((6, 6), bool))
-    assert float(attend(query, key, value, jnp.asarray(6))[1]) == pytest.approx(
-        logits[..., seen].max(), rel=1e-5
-    )
+    assert float(attend(query, key, value, jnp.asarray(6))[1]) == pytest.approx(logits[..., seen].max(), rel=1e-5)

@@ -38,13 +38,9 @@ def _method(config: ModelConfig):
 def test_forward_equals_the_loop_reference(config: ModelConfig, tokens: np.ndarray):
     params = _params(config)
     bias = np.random.default_rng(2).normal(0, 0.05, (config.num_layers, config.num_experts))
-    ours = forward(
-        params, jnp.asarray(bias, jnp.float32), jnp.asarray(tokens), config=config, method=_method(config)
-    )
+    ours = forward(params, jnp.asarray(bias, jnp.float32), jnp.asarray(tokens), config=config, method=_method(config))
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    np.testing.assert_allclose(
-        ours.logits, reference.forward(wide, bias, tokens, config), rtol=2e-4, atol=2e-5
-    )
+    np.testing.assert_allclose(ours.logits, reference.forward(wide, bias, tokens, config), rtol=2e-4, atol=2e-5)
 
 
 def test_forward_is_causal_by_gradient(config: ModelConfig, tokens: np.ndarray):
@@ -99,9 +95,7 @@ def test_forward_counts_drops_of_a_tight_transport(config: ModelConfig, tokens: 
         sender_capacity_factor=0.5,
         receiver_capacity_factor=0.5,
     )
-    output = forward(
-        _params(config), init_bias(config), jnp.asarray(tokens), config=config, method=build_method(tight)
-    )
+    output = forward(_params(config), init_bias(config), jnp.asarray(tokens), config=config, method=build_method(tight))
     stats = output.stats
     assert np.all(np.asarray(stats.drop_fraction) >= 0.4)
     np.testing.assert_allclose(

@@ -1,0 +1,215 @@
+"""What this machine does: matrix-product ceiling, training step with and without virtual ranks, and where a step goes.
+
+Shares are ratios inside one process, medians of several alternating rounds; the ceiling is the best of seven products.
+Numerator: model FLOPs of `model/accounting.py`, causal, with head, forward and backward, no padding or recomputation.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rungwise.comm.config import TransportConfig
+from rungwise.ladder.family import RunConfig, load_family
+from rungwise.ladder.optimizer import build_optimizer
+from rungwise.ladder.step import init_state, make_train_step
+from rungwise.ladder.train import matmul_ceiling
+from rungwise.model.accounting import count_flops
+from rungwise.model.attention import attention
+from rungwise.model.balance import quantile_bias
+from rungwise.model.linear import linear
+from rungwise.model.loss import language_model_loss
+from rungwise.model.methods import build_method, run_experts
+from rungwise.model.router import choose_experts
+from rungwise.model.swiglu import swiglu
+from rungwise.model.transformer import layer_kinds
+
+ROUNDS = 5
+STEPS_PER_ROUND = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training shape to measure."""
+
+    name: str
+    config: RunConfig
+
+
+def on_one_rank(config: RunConfig) -> RunConfig:
+    """The same run without virtual ranks: one rank owns every expert, and each sequence."""
+    transport = TransportConfig(
+        name="pooled_wave",
+        num_experts=config.model.num_experts,
+        top_k=config.model.top_k,
+        num_ranks=1,
+        num_waves=1,
+        sender_capacity_factor=config.transport.sender_capacity_factor,
+        receiver_capacity_factor=config.transport.receiver_capacity_factor,
+    )
+    return config.replace(transport=transport, data_replicas=1, sequences_per_rank=config.batch_size)
+
+
+def fixed_shape(config: RunConfig) -> RunConfig:
+    """Hidden 128, 6 layers, 32 experts top-4 of width 64, batch 16 of 256 bytes, on 4 virtual ranks."""
+    model = config.model.replace(
+        hidden_dim=128, num_layers=6, seq_len=256, window=128, num_experts=32, top_k=4, expert_dim=64, latent_dim=64
+    )
+    return config.replace(model=model, data_replicas=1, sequences_per_rank=4)
+
+
+def cases() -> tuple[Case, ...]:
+    """The hero of `tiny` and the fixed shape, each with virtual ranks and without."""
+    hero = load_family("tiny").hero_run
+    fixed = fixed_shape(hero)
+    return (
+        Case("tiny hero, virtual ranks", hero),
+        Case("tiny hero, one rank", on_one_rank(hero)),
+        Case("fixed shape, virtual ranks", fixed),
+        Case("fixed shape, one rank", on_one_rank(fixed)),
+    )
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """Wall time of one call, results awaited."""
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - start
+
+
+def measure_step(config: RunConfig) -> Callable[[], float]:
+    """Compiles the training step; each call then times one more step, in seconds."""
+    tokens = np.random.default_rng(0).integers(
+        0, config.model.vocab_size, (config.batch_size, config.model.seq_len + 1)
+    )
+    batch = jnp.asarray(tokens, jnp.int32)
+    state = [init_state(config)]
+    step = jax.jit(make_train_step(config), donate_argnums=0).lower(state[0], batch).compile()
+
+    def advance() -> float:
+        start = time.perf_counter()
+        state[0], figures = step(state[0], batch)
+        jax.block_until_ready(figures)
+        return time.perf_counter() - start
+
+    advance()
+    return advance
+
+
+def bench_steps() -> dict[str, Any]:
+    """Training steps against the ceiling, all shapes in turn within one process."""
+    measured = cases()
+    steps = {case.name: measure_step(case.config) for case in measured}
+    times: dict[str, list[float]] = {case.name: [] for case in measured}
+    ceilings = []
+    for _ in range(ROUNDS):
+        ceilings.append(matmul_ceiling(2048, tries=7))
+        for name, step in steps.items():
+            times[name] += [step() for _ in range(STEPS_PER_ROUND)]
+    ceiling = max(ceilings)
+    return {
+        "matmul_ceiling_gflops": ceiling / 1e9,
+        "steps": {case.name: _step_figures(case.config, times[case.name], ceiling) for case in measured},
+    }
+
+
+def _step_figures(config: RunConfig, times: list[float], ceiling: float) -> dict[str, float]:
+    work = config.tokens_per_step * count_flops(config.model).total(head=True, causal=True)
+    typical = median(times)
+    return {
+        "step_ms": 1e3 * typical,
+        "tokens_per_second": config.tokens_per_step / typical,
+        "share_of_ceiling": work / typical / ceiling,
+        "share_of_ceiling_best_step": work / min(times) / ceiling,
+    }
+
+
+def bench_parts(config: RunConfig) -> dict[str, float]:
+    """Milliseconds of each part of a layer, forward and backward, at a run's shape; and of what stands outside layers.
+
+    Parts are compiled one by one, so their sum differs from a step's time, in which the compiler joins them.
+    """
+    state = init_state(config)
+    layer = jax.tree.map(lambda leaf: leaf[0], state.params["layers"])
+    kind = jax.tree.map(lambda leaf: leaf[0], layer_kinds(config.model))
+    rng, model = np.random.default_rng(0), config.model
+    shape = (config.batch_size, model.seq_len)
+    x = jnp.asarray(rng.normal(size=(*shape, model.hidden_dim)), jnp.float32)
+    latent = jnp.asarray(rng.normal(size=(*shape, model.latent_dim)), jnp.float32)
+    logits = jnp.asarray(rng.normal(size=(*shape, model.num_experts)), jnp.float32)
+    routes = choose_experts(logits, jnp.zeros(model.num_experts), top_k=model.top_k, gate_sum=model.gate_sum)
+    rows = jnp.asarray(rng.normal(size=(model.num_experts, _rows_per_expert(config), model.latent_dim)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, model.vocab_size, shape))
+    method = build_method(config.transport, data_replicas=config.data_replicas)
+    moe = layer["moe"]
+    router = partial(choose_experts, bias=jnp.zeros(model.num_experts), top_k=model.top_k, gate_sum=model.gate_sum)
+
+    def head(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return language_model_loss(linear(x, weights), targets, z_loss_weight=1e-4).objective
+
+    parts: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "attention": (lambda w, x: attention(w, x, kind, config=model)[0], (layer["attention"], x)),
+        "router": (lambda w, x: router(linear(x, w)).gates, (moe["router"], x)),
+        "latent projections": (
+            lambda down, up, x: linear(linear(x, down), up),
+            (moe["latent_down"], moe["latent_up"], x),
+        ),
+        "dispatch, experts and combine": (
+            lambda w, latent: method(latent, routes.experts, routes.gates, w).output,
+            (moe["experts"], latent),
+        ),
+        "experts alone, on full buffers": (run_experts, (moe["experts"], rows)),
+        "shared experts": (
+            lambda w, x: swiglu(w["gate_up"], w["down"], x.reshape(-1, model.hidden_dim)),
+            (moe["shared"], x),
+        ),
+        "head and loss": (head, (state.params["head"], x)),
+    }
+    figures = {name: _median_ms(_with_gradient(function), *inputs) for name, (function, inputs) in parts.items()}
+    flat = logits.reshape(-1, model.num_experts)
+    figures["quantile bias"] = _median_ms(
+        jax.jit(partial(quantile_bias, top_k=model.top_k)), flat, routes.threshold.reshape(-1)
+    )
+    update = build_optimizer(config).update
+    figures["optimizer"] = _median_ms(jax.jit(update), state.params, state.optimizer, state.params)
+    return figures
+
+
+def _rows_per_expert(config: RunConfig) -> int:
+    assignments = config.tokens_per_step * config.model.top_k
+    return round(config.transport.receiver_capacity_factor * assignments / config.model.num_experts)
+
+
+def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Value and gradient of all inputs, compiled, of the output against a fixed random direction."""
+
+    def objective(*inputs: Any) -> jax.Array:
+        output = function(*inputs)
+        return jnp.sum(output * jax.random.normal(jax.random.key(0), output.shape))
+
+    return jax.jit(lambda *inputs: jax.value_and_grad(objective, argnums=tuple(range(len(inputs))))(*inputs))
+
+
+def _median_ms(function: Callable[..., Any], *inputs: Any, tries: int = 9) -> float:
+    seconds(lambda: function(*inputs))
+    return 1e3 * median(seconds(lambda: function(*inputs)) for _ in range(tries))
+
+
+def run_bench() -> dict[str, Any]:
+    """Everything `ladder bench` prints."""
+    config = load_family("tiny").hero_run
+    return {
+        "jax": jax.__version__,
+        "devices": f"{len(jax.devices())} × {jax.devices()[0].platform}",
+        **bench_steps(),
+        "parts_ms": {
+            "tiny hero, virtual ranks": bench_parts(config),
+            "tiny hero, one rank": bench_parts(on_one_rank(config)),
+        },
+    }

@@ -1,0 +1,143 @@
+"""Real training of a small run, in children that are killed for real."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rungwise.analysis.source import load_run
+from rungwise.ladder.checkpoint import Checkpoints
+from rungwise.ladder.family import family_text
+
+EDITS = {
+    'name = "tiny"': 'name = "mini"',
+    "num_layers = 3 ": "num_layers = 2 ",
+    "tokens_per_active_param = ": "tokens_per_active_param = 0.8 #",
+    "num_sequences = ": "num_sequences = 16 #",
+}
+
+
+@pytest.fixture
+def mini(tmp_path: Path) -> Path:
+    """`tiny` made shallow and short: some thirty steps on the smallest rung."""
+    text = family_text("tiny")
+    for old, new in EDITS.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    path = tmp_path / "mini.toml"
+    path.write_text(text)
+    return path
+
+
+def _command(mini: Path, home: Path, *words: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "rungwise.ladder", "run", str(mini), "--home", str(home), "--quiet", *words]
+
+
+def _smallest(mini: Path) -> str:
+    return f"d{tomllib.loads(mini.read_text())['rungs'][0]['hidden_dim']}"
+
+
+def _final_arrays(folder: Path) -> dict[str, np.ndarray]:
+    import jax
+
+    from rungwise.ladder.family import RunConfig
+    from rungwise.ladder.home import read_json
+    from rungwise.ladder.step import init_state, state_to_tree
+
+    config = RunConfig.model_validate(read_json(folder / "config.json")["config"])
+    like = state_to_tree(jax.eval_shape(lambda: init_state(config)))
+    step, tree, _ = Checkpoints(folder / "checkpoints").restore(like)
+    assert step == config.steps
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _journal_steps(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text(errors="replace").count('"train/loss"') if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_and_ends_bit_for_bit_as_if_never_stopped(mini: Path, tmp_path: Path):
+    rung = _smallest(mini)
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
+    subprocess.run(_command(mini, calm, "--rung", rung), check=True, env=environment, timeout=600)
+    folder = stormy / "mini" / "runs" / rung
+    for wanted in (9, 17):
+        child = subprocess.Popen(_command(mini, stormy, "--rung", rung), env=environment)
+        deadline = time.monotonic() + 300
+        while _journal_steps(folder) < wanted and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert child.poll() is None, "the run ended before it could be killed"
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    subprocess.run(_command(mini, stormy, "--rung", rung), check=True, env=environment, timeout=600)
+
+    expected, found = _final_arrays(calm / "mini" / "runs" / rung), _final_arrays(folder)
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+    ours, theirs = load_run(folder), load_run(calm / "mini" / "runs" / rung)
+    assert ours.state == "finished"
+    assert [attempt.state for attempt in ours.attempts] == ["killed", "killed", "finished"]
+    frame, whole = ours.trajectory.frame, theirs.trajectory.frame
+    assert frame["step"].tolist() == whole["step"].tolist() == list(range(1, len(whole) + 1))
+    np.testing.assert_array_equal(frame["train/loss"], whole["train/loss"])
+    np.testing.assert_array_equal(frame["eval/loss"], whole["eval/loss"])
+
+
+@pytest.mark.slow
+def test_store_holds_the_same_run_as_the_journal_after_a_kill(mini: Path, tmp_path: Path):
+    from rungwise.analysis.source import load_run_mlflow
+
+    rung, home = _smallest(mini), tmp_path / "home"
+    folder = home / "mini" / "runs" / rung
+    child = subprocess.Popen(_command(mini, home, "--rung", rung))
+    deadline = time.monotonic() + 300
+    while _journal_steps(folder) < 12 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    child.kill()
+    child.wait()
+    subprocess.run(_command(mini, home, "--rung", rung), check=True, timeout=600)
+    here, there = load_run(folder), load_run_mlflow(f"sqlite:///{home / 'mlflow.db'}", "mini", rung)
+    assert there.state == "finished"
+    assert len(there.attempts) == len(here.attempts) == 2
+    columns = ["step", "train/loss", "eval/loss", "progress/tokens", "moe/drop_fraction"]
+    np.testing.assert_array_equal(there.trajectory.frame[columns], here.trajectory.frame[columns])
+
+
+@pytest.mark.slow
+def test_a_changed_definition_is_refused_with_the_fields_name(mini: Path, tmp_path: Path):
+    rung, home = _smallest(mini), tmp_path / "home"
+    short = mini.read_text().replace("tokens_per_active_param = 0.8", "tokens_per_active_param = 0.1")
+    mini.write_text(short)
+    subprocess.run(_command(mini, home, "--rung", rung), check=True, timeout=600)
+    mini.write_text(short.replace("beta2 = 0.95", "beta2 = 0.99"))
+    (home / "mini" / "runs" / rung / "metrics.jsonl").unlink()
+    again = subprocess.run(
+        _command(mini, home, "--rung", rung), capture_output=True, text=True, check=False, timeout=600
+    )
+    assert again.returncode == 2
+    (line,) = [line for line in again.stderr.splitlines() if line.startswith("error: ")]
+    assert "optimizer.beta2 (0.95, now 0.99)" in line
+
+
+@pytest.mark.slow
+def test_a_token_budget_beyond_the_corpus_is_refused_with_the_epochs(mini: Path, tmp_path: Path):
+    text = mini.read_text().replace("tokens_per_active_param = 0.8", "tokens_per_active_param = 900")
+    mini.write_text(text)
+    home = tmp_path / "home"
+    done = subprocess.run(
+        _command(mini, home, "--rung", _smallest(mini)), capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 2
+    assert "epochs" in done.stderr
+    assert not (home / "mini" / "runs").exists()
