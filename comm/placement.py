@@ -21,13 +21,6 @@ class Placement(NamedTuple):
         """Slots as items."""
         return Placement(slot=self.item, item=self.slot)
 
-    def then(self, following: "Placement") -> "Placement":
-        """This map followed by one whose items are our slots."""
-        return Placement(
-            slot=lookup(following.slot, self.slot, missing=following.item.shape[0]),
-            item=lookup(self.item, following.item, missing=self.slot.shape[0]),
-        )
-
 
 def place(slot: Int[Array, " items"], num_slots: int) -> Placement:
     """Placement of items whose slots are distinct; an item of slot `num_slots` or beyond is placed nowhere."""

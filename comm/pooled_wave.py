@@ -83,7 +83,7 @@ def _check_header(config: TransportConfig, dtype: jnp.dtype) -> None:
     exact = 2 ** (jnp.finfo(dtype).nmant + 1)
     if config.experts_per_rank > exact:
         raise ValueError(
-            f"experts per rank {config.experts_per_rank} exceed {exact}, all that {dtype.name} can number; use more ranks"
+            f"experts per rank {config.experts_per_rank} exceed {exact}, what {dtype.name} can number; use more ranks"
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rungwise.ladder.backend import prepare_backend
 from rungwise.ladder.console import ProgressView, log
 from rungwise.ladder.family import LadderConfig, RunConfig, family_text, load_family
 from rungwise.ladder.home import family_folder, make_folder, resolve_tracking, run_folder
@@ -92,9 +93,9 @@ def _keep_family(name: str, text: str, place: Place) -> None:
 
 def train_here(config: RunConfig, place: Place, *, progress: bool) -> None:
     """Trains one run in this process, mirrored and, if it is the hero, watched."""
-    _prepare_backend(config, place)
-    from rungwise.ladder.live import LiveWatch
+    prepare_backend(threads=config.threads, cache=place.cache)
     from rungwise.ladder.train import train_run
+    from rungwise.ladder.watch import live_watch
 
     folder = place.folder(config)
     with ProgressView(enabled=progress) as view:
@@ -109,16 +110,9 @@ def train_here(config: RunConfig, place: Place, *, progress: bool) -> None:
                     tokens_per_second=values["perf/tokens_per_second"],
                 )
 
-        observers = (show, LiveWatch(config, home=place.home)) if config.role == "hero" else (show,)
+        watcher = live_watch(config, home=place.home)
+        observers = (show,) if watcher is None else (show, watcher)
         train_run(config, folder, cache=place.cache, tracking=place.tracking, observers=observers)
-
-
-def _prepare_backend(config: RunConfig, place: Place) -> None:
-    """Thread count and compilation cache, which jax reads when it starts."""
-    os.environ["NPROC"] = str(config.threads)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(place.cache / "compiled"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bool) -> None:

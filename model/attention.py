@@ -122,7 +122,9 @@ def attention(
     turn = partial(_normed_and_rotated, kind=kind, epsilon=config.norm_epsilon)
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     fused = jnp.concatenate([params[name].reshape(config.hidden_dim, -1) for name in ("query", "key", "value")], axis=1)
-    query, key, value = jnp.split(linear(x, fused), [heads * dim, (heads + kv_heads) * dim], axis=-1)
+    query, key, value = jnp.split(
+        linear(x.reshape(-1, config.hidden_dim), fused), [heads * dim, (heads + kv_heads) * dim], axis=-1
+    )
     query = turn(query.reshape(*x.shape[:2], heads, dim), params["query_norm"])
     key = turn(key.reshape(*x.shape[:2], kv_heads, dim), params["key_norm"])
     value = value.reshape(*x.shape[:2], kv_heads, dim)
@@ -132,8 +134,8 @@ def attention(
     mixed, logit_max = attend(
         grouped.transpose(0, 2, 3, 1, 4), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), kind.window
     )
-    mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(*x.shape[:2], heads * dim)
-    return linear(mixed, params["out"].reshape(heads * dim, -1)), jax.lax.stop_gradient(logit_max)
+    mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(-1, heads * dim)
+    return linear(mixed, params["out"].reshape(heads * dim, -1)).reshape(x.shape), jax.lax.stop_gradient(logit_max)
 
 
 def _normed_and_rotated(x: jax.Array, scale: jax.Array, *, kind: LayerKind, epsilon: float) -> jax.Array:

@@ -4,7 +4,6 @@ On one device the ranks are virtual: the batch is cut into data replicas × rank
 code with its own experts. Evaluation uses the same function with the `dropless` transport on one rank.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from rungwise.comm.grouped import grouped_matmul
 from rungwise.comm.ranks import Ranks, over_ranks
 from rungwise.comm.transports import route
 from rungwise.model.moe import MoeMethod, RoutedOutput
-from rungwise.model.swiglu import swiglu
+from rungwise.model.linear import swiglu
 
 AXIS = "expert"
 
@@ -40,6 +39,22 @@ def run_experts(weights: dict[str, jax.Array], rows: jax.Array, group_expert: ja
     return grouped_matmul(jax.nn.silu(gate) * up, weights["down"], group_expert)
 
 
+@jax.custom_batching.custom_vmap
+def _run_experts_of_ranks(weights: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
+    """`run_experts` that, mapped over data replicas, lays their rows end to end: weights are read and their gradient
+    is summed once, in one matrix product, instead of once a replica."""
+    return run_experts(weights, rows)
+
+
+@_run_experts_of_ranks.def_vmap
+def _(size: int, mapped: list[Any], weights: dict[str, jax.Array], rows: jax.Array) -> tuple[jax.Array, bool]:
+    if all(jax.tree.leaves(mapped)):  # over ranks, each with experts of its own
+        return _run_experts_of_ranks(weights, rows), True
+    together = jnp.moveaxis(rows, 0, -3)
+    merged = together.reshape(*together.shape[:-3], -1, together.shape[-1])
+    return jnp.moveaxis(run_experts(weights, merged).reshape(together.shape), -3, 0), True
+
+
 def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMethod:
     """Routed experts over `data_replicas` groups of `transport.num_ranks` virtual ranks.
 
@@ -48,7 +63,12 @@ def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMe
     ranks = Ranks(AXIS, transport.num_ranks)
 
     def one_rank(weights: dict[str, jax.Array], tokens: jax.Array, experts: jax.Array, gates: jax.Array) -> Any:
-        return route(tokens, experts, gates, partial(run_experts, weights), axis=AXIS, config=transport)
+        def expert_fn(rows: jax.Array, group_expert: jax.Array | None = None) -> jax.Array:
+            if group_expert is None:
+                return _run_experts_of_ranks(weights, rows)
+            return run_experts(weights, rows, group_expert)
+
+        return route(tokens, experts, gates, expert_fn, axis=AXIS, config=transport)
 
     def method(latent: jax.Array, experts: jax.Array, gates: jax.Array, weights: dict[str, Any]) -> RoutedOutput:
         batch, seq_len, width = latent.shape
@@ -58,15 +78,13 @@ def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMe
                 f"batch {batch} does not divide over {data_replicas} replicas × {transport.num_ranks} ranks; change one"
             )
         owned = jax.tree.map(lambda leaf: leaf.reshape(transport.num_ranks, -1, *leaf.shape[1:]), weights)
-        tokens = latent.reshape(*group, width)
-        ids, gate_rows = experts.reshape(*group, -1), gates.reshape(*group, -1)
-        replica = over_ranks(one_rank, ranks)
-        if data_replicas == 1:
-            result = jax.tree.map(lambda leaf: leaf[None], replica(owned, tokens[0], ids[0], gate_rows[0]))
-        else:
-            result = jax.vmap(replica, in_axes=(None, 0, 0, 0))(owned, tokens, ids, gate_rows)
+        every_replica = jax.vmap(over_ranks(one_rank, ranks), in_axes=(None, 0, 0, 0))
+        result = every_replica(
+            owned, latent.reshape(*group, width), experts.reshape(*group, -1), gates.reshape(*group, -1)
+        )
         counts = result.counts
         rank_load = jnp.sum(counts.rank_load, axis=1).astype(jnp.float32)
+        mean_load = jnp.maximum(jnp.mean(rank_load, axis=-1), 1.0)
         return RoutedOutput(
             output=result.output.reshape(batch, seq_len, width),
             valid=jnp.sum(counts.valid),
@@ -74,9 +92,7 @@ def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMe
             receiver_dropped=jnp.sum(counts.receiver_dropped),
             tokens_lost_all_routes=jnp.sum(counts.tokens_lost_all_routes),
             expert_load=jnp.sum(counts.expert_load, axis=(0, 1)),
-            rank_load_max_over_mean=jnp.mean(
-                jnp.max(rank_load, axis=-1) / jnp.maximum(jnp.mean(rank_load, axis=-1), 1.0)
-            ),
+            rank_load_max_over_mean=jnp.mean(jnp.max(rank_load, axis=-1) / mean_load),
         )
 
     return method

@@ -13,10 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from rungwise.model.balance import quantile_bias
 from rungwise.model.config import ModelConfig
-from rungwise.model.linear import linear
+from rungwise.model.linear import gated, linear, side_by_side
 from rungwise.model.norm import rms_norm
 from rungwise.model.router import Routes, choose_experts
-from rungwise.model.swiglu import swiglu
 
 
 class RoutedOutput(NamedTuple):
@@ -76,15 +75,20 @@ def moe(
     method: MoeMethod,
 ) -> MoeResult:
     """routed experts (latent, by `method`) + shared experts (full width, never cross ranks)."""
-    logits = linear(x.astype(jnp.float32), params["router"].astype(jnp.float32))
+    rows = x.reshape(-1, config.hidden_dim)
+    logits = linear(rows.astype(jnp.float32), params["router"].astype(jnp.float32)).reshape(*x.shape[:2], -1)
     routes = choose_experts(logits, bias, top_k=config.top_k, gate_sum=config.gate_sum)
-    latent = linear(x, params["latent_down"])
-    latent = rms_norm(latent, params["latent_norm"], epsilon=config.norm_epsilon)
-    routed = method(latent, routes.experts, routes.gates, params["experts"])
-    output = linear(routed.output, params["latent_up"])
+    weights = [params["latent_down"]]
     if config.num_shared_experts:
-        rows = x.reshape(-1, config.hidden_dim)
-        output = output + swiglu(params["shared"]["gate_up"], params["shared"]["down"], rows).reshape(x.shape)
+        weights.append(side_by_side(params["shared"]["gate_up"]))
+    entering = linear(rows, jnp.concatenate(weights, axis=1))  # one product where two would read the same rows
+    latent, hidden = jnp.split(entering, [config.latent_dim], axis=1)
+    latent = rms_norm(latent, params["latent_norm"], epsilon=config.norm_epsilon).reshape(*x.shape[:2], -1)
+    routed = method(latent, routes.experts, routes.gates, params["experts"])
+    output = linear(routed.output.reshape(len(rows), -1), params["latent_up"])
+    if config.num_shared_experts:
+        output = output + gated(hidden, params["shared"]["down"])
+    output = output.reshape(x.shape)
     frozen = jax.lax.stop_gradient(logits)
     return MoeResult(
         output,

@@ -161,5 +161,6 @@ def forward(
     unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
     x, (stats, next_bias) = jax.lax.scan(block, x, (params["layers"], bias, layer_kinds(config)), unroll=unroll)
     x = rms_norm(x, params["final_norm"], epsilon=config.norm_epsilon)
-    logits = linear(x, params["head"]).astype(jnp.float32)
+    logits = linear(x.reshape(-1, config.hidden_dim), params["head"]).astype(jnp.float32)
+    logits = logits.reshape(*tokens.shape, config.vocab_size)
     return ModelOutput(logits, stats, next_bias)

@@ -167,7 +167,8 @@ def test_transports_ignore_what_experts_make_of_empty_rows(name):
             def experts(rows, group_expert=None):
                 return jnp.where(jnp.any(rows != 0, axis=-1, keepdims=True), 2 * rows, poison)
 
-            return route(tokens, ids, jnp.ones(ids.shape), experts, axis="expert", config=config)
+            valid = jnp.arange(4) < 3
+            return route(tokens, ids, jnp.ones(ids.shape), experts, axis="expert", config=config, valid=valid)
 
         return jax.vmap(one_rank, axis_name="expert")(tokens, ids)
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rungwise.model.swiglu import swiglu
+from rungwise.model.linear import swiglu
 
 
 def _plain(gate_up, down, x):
