@@ -6,6 +6,11 @@ STAMP := $(VENV)/.installed
 UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),.tools/bin/uv)
 PYTEST := $(BIN)/pytest --strict-skips --durations=10
 
+# The kernel works in the notebook's folder: at the top, its own package `comm` would be shadowed by ours.
+EXECUTE := import pathlib, sys, nbclient, nbformat; path = pathlib.Path(sys.argv[1]); book = nbformat.read(path, 4); \
+    where = {"metadata": {"path": str(path.parent)}}; \
+    nbclient.NotebookClient(book, record_timing=False, resources=where).execute(); nbformat.write(book, path)
+
 # Another active environment must not leak into ours.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
@@ -38,8 +43,8 @@ format: $(STAMP) ## rewrite in the house style
 bench: $(STAMP) ## measure this machine
 	@$(BIN)/ladder bench
 
-notebook: $(STAMP) ## execute the notebooks in place
-	@$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
+notebook: $(STAMP) ## execute the tour in place, on the runs of `make demo` or of RUNGWISE_HOME
+	@RUNGWISE_HOME=$(abspath $(or $(RUNGWISE_HOME),rungwise-runs)) $(BIN)/python -P -c '$(EXECUTE)' notebooks/tour.ipynb
 
 lock: | $(UV) ## resolve pyproject.toml into requirements.lock; the file names no registry
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --group dev pyproject.toml \

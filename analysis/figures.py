@@ -50,6 +50,7 @@ def ladder_fit_figure(forecast: Forecast, *, outcome: float | None = None, unit:
     if outcome is not None:
         axes.plot([hero], [outcome], "*", color=OUTCOME, ms=12, mec="white", mew=0.8, label="hero outcome", zorder=6)
     _log_compute_axis(axes, float(grid[0]), float(grid[-1]))
+    axes.margins(y=0.12)
     axes.set_ylabel(f"final loss ({unit})")
     _label_hero(axes, forecast, hero)
     _legend(axes, "upper right")
@@ -198,7 +199,9 @@ def _power_text(value: float) -> str:
 
 
 def _law_text(law: PowerLaw) -> str:
-    return rf"$L = {law.floor:.3f} + {law.amplitude:.3g}\,C^{{-{law.exponent:.3f}}}$"
+    amplitude, _, power = f"{law.amplitude:.4g}".partition("e+")
+    factor = rf"{amplitude}\times10^{{{int(power)}}}" if power else amplitude
+    return rf"$L = {law.floor:.3f} + {factor}\,C^{{-{law.exponent:.3f}}}$"
 
 
 def _forecast_law(forecast: Forecast) -> PowerLaw:

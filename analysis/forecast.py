@@ -1,9 +1,7 @@
-"""The forecast of a hero's final loss from its ladder: a frozen record of the number and of everything it
-rests on.
+"""The forecast of a hero's final loss from its ladder: a frozen record of the number and of everything it rests on.
 
-`intervals.py` makes the distribution, `fit.py` the constants; here rows become rungs, conditions are compared
-and the answer is put into words a reader can act on. The trajectory is `curves.py`, freezing is
-`registry.py`.
+`intervals.py` makes the distribution, `fit.py` the constants, `conditions.py` what is taken for granted; here rows
+become rungs and the answer is put into words a reader can act on. The trajectory is `curves.py`; `registry.py` freezes.
 """
 
 import hashlib
@@ -15,49 +13,23 @@ from typing import Any, Final, Self
 import numpy as np
 import pandas as pd
 
+from rungwise.analysis.conditions import compare_conditions, refuse_ratio
 from rungwise.analysis.fit import MIN_RUNGS, FitStatus, UnfitForecast, fit_law
 from rungwise.analysis.intervals import FloorProfile, RungMeans, profile_floors
 from rungwise.analysis.laws import PowerLaw
 from rungwise.analysis.points import target_flops, usable_points
 from rungwise.analysis.vocabulary import SCHEMA_VERSION, canonical_json, load_json
 
-MAX_RATIO_SPREAD: Final = 0.10
-"""Tokens per active parameter may differ by this much before compute alone says nothing about the loss."""
 FAR_EXTRAPOLATION: Final = 100.0
 """Target over largest rung, in compute, beyond which the forecast is marked."""
 GOOD_RMSE: Final = 0.003
 """Nats; floors whose line passes the rungs this closely are all supported by them."""
 _PROFILE_ROWS: Final = 61
-_NOT_CONDITIONS: Final = frozenset(
-    [
-        "run",
-        "rung",
-        "seed",
-        "name",
-        "role",
-        "loss",
-        "metric",
-        "loss_rule",
-        "config_hash",
-        "flops",
-        "flops_with_head",
-        "num_params",
-        "num_active_params",
-        "hidden_dim",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "expert_dim",
-        "latent_dim",
-    ]
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A final loss with its interval (nats per token) and its evidence; plain values only, so that it hashes
-    and travels.
+    """A final loss with its interval (nats per token) and its evidence, in plain values, so that it hashes and travels.
 
     low and high are None when no degree of freedom is left. `curve` rows: metric, progress, loss, low, high.
     """
@@ -161,7 +133,7 @@ def forecast_final(
     rungs, noise = rung_means(table)
     _refuse_target(rungs, flops)
     conditions = compare_conditions(table, target)
-    _refuse_ratio(conditions)
+    refuse_ratio(conditions)
     free = profile_floors(rungs, math.log(flops))
     profile = free if floor is None else profile_floors(rungs, math.log(flops), floor=floor)
     degrees = rungs.loss.size - (3 if floor is None else 2) + rungs.repeat_degrees
@@ -235,8 +207,7 @@ def backtest_final(points: pd.DataFrame, *, level: float = 0.9, floor: float | N
 
 
 def rung_means(table: pd.DataFrame) -> tuple[RungMeans, float | None]:
-    """Mean loss per rung in order of compute, and the relative noise that repeats show (None without
-    repeats).
+    """Mean loss per rung in order of compute, and the relative noise that repeats show (None without repeats).
 
     Rows belong to one rung when their compute agrees within 0.1 %.
     """
@@ -267,31 +238,6 @@ def law_through(rungs: RungMeans, flops: float, *, point: float, profile: FloorP
     return PowerLaw(floor, float(np.exp(level)), float(-slope))
 
 
-def compare_conditions(table: pd.DataFrame, target: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each setting known on both sides: the rungs' range or values, the hero's value, whether it lies outside."""
-    rungs = {str(key): table[key].dropna().tolist() for key in table.columns if key not in _NOT_CONDITIONS}
-    hero = {key: target[key] for key in rungs if target.get(key) is not None}
-    size = (
-        "num_active_params"
-        if "num_active_params" in table.columns and target.get("num_active_params")
-        else "num_params"
-    )
-    if size in table.columns and "tokens" in table.columns and target.get(size) and target.get("tokens"):
-        known = table[[size, "tokens"]].dropna().astype(float)
-        rungs["tokens_per_active_param"] = (known["tokens"] / known[size]).tolist()
-        hero["tokens_per_active_param"] = float(target["tokens"]) / float(target[size])
-    return {key: _condition(rungs[key], hero[key]) for key in sorted(hero) if rungs[key]}
-
-
-def _condition(values: list[Any], hero: Any) -> dict[str, Any]:
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in [*values, hero]):
-        low, high = float(min(values)), float(max(values))
-        outside = not low - 0.01 * abs(low) <= float(hero) <= high + 0.01 * abs(high)
-        return {"rungs": [low, high], "hero": float(hero), "outside": outside}
-    distinct = sorted({str(value) for value in values})
-    return {"rungs": distinct, "hero": str(hero), "outside": str(hero) not in distinct}
-
-
 def _refuse_target(rungs: RungMeans, flops: float) -> None:
     count = rungs.loss.size
     top = math.exp(rungs.log_flops[-1]) if count else 0.0
@@ -304,18 +250,6 @@ def _refuse_target(rungs: RungMeans, flops: float) -> None:
     if flops <= top * 1.001:
         raise ValueError(
             f"target flops {flops:.4g} lie inside the ladder (largest rung {top:.4g}); a hero must be larger"
-        )
-
-
-def _refuse_ratio(conditions: Mapping[str, Mapping[str, Any]]) -> None:
-    ratio = conditions.get("tokens_per_active_param")
-    if ratio is None:
-        return
-    values = [*ratio["rungs"], ratio["hero"]]
-    if max(values) > min(values) * (1.0 + MAX_RATIO_SPREAD):
-        raise ValueError(
-            f"tokens per active parameter run from {min(values):.4g} to {max(values):.4g} over rungs and hero; "
-            f"a law in compute alone needs them within {MAX_RATIO_SPREAD:.0%}: train the ladder at the hero's ratio"
         )
 
 

@@ -1,4 +1,7 @@
-"""Freezing a forecast before its hero runs: one content-hashed file, written once, checked at every reading."""
+"""Freezing a forecast before its hero runs: one content-hashed file, written once, checked at every reading.
+
+`ladder/mirror.py` puts a copy into the MLflow store, for those who have only its address.
+"""
 
 import fcntl
 import os
@@ -9,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rungwise.analysis.forecast import Forecast
-from rungwise.analysis.vocabulary import dump_json, load_json
+from rungwise.analysis.store import find_experiment, find_forecasts, public_address, read_artifacts, reading
+from rungwise.analysis.vocabulary import TAG_FORECAST_HASH, dump_json, load_json
 
 
 def register(forecast: Forecast, folder: str | Path) -> str:
@@ -44,15 +48,38 @@ def load_registered(folder: str | Path) -> Forecast | None:
         return None
     if len(files) > 1:
         raise ValueError(f"folder {folder} holds {len(files)} forecasts ({', '.join(f.stem for f in files)}); keep one")
-    (file,) = files
+    return _read_checked(files[0], str(files[0]))
+
+
+def load_registered_mlflow(tracking_uri: str, family: str) -> Forecast | None:
+    """The forecast a family registered last, out of the store; None without one.
+
+    Raises:
+        ValueError: the address does not answer, or the content no longer has the hash it was registered under.
+    """
+    with reading(tracking_uri) as client, tempfile.TemporaryDirectory() as folder:
+        experiment = find_experiment(client, family)
+        records = find_forecasts(client, experiment) if experiment else []
+        if not records:
+            return None
+        digest = records[-1].data.tags[TAG_FORECAST_HASH]
+        where = f"{digest} in {public_address(tracking_uri)!r}"
+        files = read_artifacts(client, records[-1], [f"{digest}.json"], Path(folder))
+        if not files:
+            raise ValueError(f"forecast {where} has lost its file; register it again where it was made")
+        return _read_checked(files[0], where)
+
+
+def _read_checked(file: Path, where: str) -> Forecast:
+    """The forecast in a file named by its hash."""
     try:
         record: Any = load_json(file.read_text(encoding="utf-8"))
         forecast = Forecast.from_dict(record)
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"forecast {file} was changed or is not one: {error}") from error
+        raise ValueError(f"forecast {where} was changed or is not one: {error}") from error
     if not forecast.hash == record["hash"] == file.stem:
         raise ValueError(
-            f"forecast {file} was changed: content hashes to {forecast.hash}, name and record say otherwise"
+            f"forecast {where} was changed: content hashes to {forecast.hash}, name and record say otherwise"
         )
     return forecast
 

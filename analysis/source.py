@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from rungwise.analysis.records import (
+    ALERTS_FILE,
     CONFIG_FILE,
     EVENTS_FILE,
     JOURNAL_FILE,
@@ -22,14 +23,13 @@ from rungwise.analysis.records import (
     read_records,
 )
 from rungwise.analysis.store import (
-    check_reachable,
+    PointReader,
     find_attempts,
     find_experiment,
     newest_generation,
-    open_client,
     public_address,
-    read_artifact,
-    read_points,
+    read_artifacts,
+    reading,
     unescape_key,
 )
 from rungwise.analysis.trajectory import Points, Trajectory, build_trajectory
@@ -82,6 +82,10 @@ class RunRecord:
     trajectory: Trajectory
     events: tuple[Mapping[str, Any], ...]
     """Declared changes as written: `kind` (one of `EVENT_KINDS`), `step`, `time`, and what is expected."""
+    alerts: tuple[Mapping[str, Any], ...]
+    """What the watch wrote while the run trained: `kind` is "alert", or "verdict" where its state changed."""
+    provenance: Mapping[str, Any]
+    """What else `config.json` says: `corpus_hash`, `code_version`, `packages`."""
     heartbeat: float
     """Unix seconds of the last sign of life; NaN before the first."""
     notes: tuple[str, ...] = ()
@@ -100,15 +104,13 @@ def load_run(folder: str | Path) -> RunRecord:
     """
     folder = Path(folder)
     journal = read_records(folder / JOURNAL_FILE)
-    events = read_records(folder / EVENTS_FILE)
     points, restored = _journal_points(journal, "values")
     return _run_record(
-        read_json(folder / CONFIG_FILE),
+        folder,
         attempts=_journal_attempts(journal),
         trajectory=build_trajectory(points, restored=restored),
-        events=events.records,
         heartbeat=max((record["time"] for record in journal.records if "time" in record), default=math.nan),
-        notes=(*_note(JOURNAL_FILE, journal), *_note(EVENTS_FILE, events)),
+        notes=_note(JOURNAL_FILE, journal),
     )
 
 
@@ -131,15 +133,14 @@ def load_run_mlflow(tracking_uri: str, family: str, run: str) -> RunRecord:
     Raises:
         ValueError: the address does not answer, or the store has no such run.
     """
-    check_reachable(tracking_uri)
-    client = open_client(tracking_uri)
-    experiment = find_experiment(client, family)
-    runs = newest_generation(find_attempts(client, experiment, f"{family}/{run}")) if experiment else []
-    if not runs:
-        raise ValueError(
-            f"run {family}/{run} is not in {public_address(tracking_uri)!r}; check the names, or wait for its mirror"
-        )
-    return _load_attempts(client, tracking_uri, runs)
+    with reading(tracking_uri) as client:
+        experiment = find_experiment(client, family)
+        runs = newest_generation(find_attempts(client, experiment, f"{family}/{run}")) if experiment else []
+        if runs:
+            return _load_attempts(client, tracking_uri, runs)
+    raise ValueError(
+        f"run {family}/{run} is not in {public_address(tracking_uri)!r}; check the names, or wait for its mirror"
+    )
 
 
 def load_runs(home: str | Path, family: str, *, tracking_uri: str | None = None) -> list[RunRecord]:
@@ -150,9 +151,9 @@ def load_runs(home: str | Path, family: str, *, tracking_uri: str | None = None)
     """
     folders = sorted((Path(home) / family / "runs").glob(f"*/{CONFIG_FILE}"))
     found = {path.parent.name: load_run(path.parent) for path in folders}
-    if tracking_uri is not None:
-        check_reachable(tracking_uri)
-        client = open_client(tracking_uri)
+    if tracking_uri is None:
+        return list(found.values())
+    with reading(tracking_uri) as client:
         experiment = find_experiment(client, family)
         lineages: dict[str, list[Run]] = {}
         for attempt in find_attempts(client, experiment) if experiment else ():
@@ -163,26 +164,30 @@ def load_runs(home: str | Path, family: str, *, tracking_uri: str | None = None)
 
 
 def _run_record(
-    config: Mapping[str, Any],
+    folder: Path,
     *,
     attempts: tuple[Attempt, ...],
     trajectory: Trajectory,
-    events: Sequence[Mapping[str, Any]],
     heartbeat: float,
     notes: tuple[str, ...] = (),
 ) -> RunRecord:
+    """The record of a run whose config, events and alerts are in `folder`."""
+    config = read_json(folder / CONFIG_FILE)
     names = ("family", "run", "role", "rung", "seed", "plan", "config", "config_hash")
     missing = [name for name in names if name not in config]
     if missing:
         raise ValueError(f"{CONFIG_FILE} of run {config.get('run')!r} lacks {', '.join(missing)}; restore the file")
+    events, alerts = read_records(folder / EVENTS_FILE), read_records(folder / ALERTS_FILE)
     return RunRecord(
         **{name: config[name] for name in names},
         state=attempts[-1].state if attempts else "running",
         attempts=attempts,
         trajectory=trajectory,
-        events=tuple(events),
+        events=tuple(events.records),
+        alerts=tuple(alerts.records),
+        provenance={name: value for name, value in config.items() if name not in ("schema", *names)},
         heartbeat=heartbeat,
-        notes=notes,
+        notes=(*notes, *_note(EVENTS_FILE, events), *_note(ALERTS_FILE, alerts)),
     )
 
 
@@ -252,30 +257,22 @@ def _points(records: Sequence[tuple[int, int, float]], columns: dict[str, tuple[
 
 def _load_attempts(client: "MlflowClient", tracking_uri: str, runs: Sequence["Run"]) -> RunRecord:
     """One training run out of its MLflow runs, oldest first."""
+    points, restored = _store_points(client, tracking_uri, runs)
+    attempts = tuple(_store_attempt(run, superseded=run is not runs[-1]) for run in runs)
+    times = [*points.time, *(time for each in attempts for time in (each.started, each.ended) if time is not None)]
     with tempfile.TemporaryDirectory() as folder:
-        config = read_artifact(client, runs[-1], CONFIG_FILE, Path(folder))
-        if config is None:
+        found = read_artifacts(client, runs[-1], (CONFIG_FILE, EVENTS_FILE, ALERTS_FILE), Path(folder))
+        if CONFIG_FILE not in [path.name for path in found]:
             raise ValueError(
                 f"run {runs[-1].info.run_name!r} in {public_address(tracking_uri)!r} has no {CONFIG_FILE}; "
                 "wait for its mirror, or read it from its folder"
             )
-        events = read_artifact(client, runs[-1], EVENTS_FILE, Path(folder))
-        journal = read_records(events) if events else Records()
-        document = read_json(config)
-    points, restored = _store_points(client, tracking_uri, runs)
-    attempts = tuple(_store_attempt(run, superseded=run is not runs[-1]) for run in runs)
-    times = [
-        *points.time,
-        *(time for each in attempts for time in (each.started, each.ended) if time is not None),
-    ]
-    return _run_record(
-        document,
-        attempts=attempts,
-        trajectory=build_trajectory(points, restored=restored),
-        events=journal.records,
-        heartbeat=max(times),
-        notes=_note(EVENTS_FILE, journal),
-    )
+        return _run_record(
+            Path(folder),
+            attempts=attempts,
+            trajectory=build_trajectory(points, restored=restored),
+            heartbeat=max(times),
+        )
 
 
 def _store_attempt(run: "Run", *, superseded: bool) -> Attempt:
@@ -295,7 +292,7 @@ def _store_points(client: "MlflowClient", tracking_uri: str, runs: Sequence["Run
     """The points of a run's attempts. A record is what an attempt wrote in one millisecond."""
     tables = []
     for run in runs:
-        rows = read_points(client, tracking_uri, run)
+        rows = PointReader(client, tracking_uri).read(run)
         table = pd.DataFrame(rows, columns=["key", "step", "time", "value"])
         tables.append(table.assign(attempt=int(run.data.tags[TAG_ATTEMPT])))
     table = pd.concat(tables, ignore_index=True)

@@ -90,13 +90,13 @@ TAG_RESTORED_STEP: Final = "rungwise.restored_step"
 TAG_END_REASON: Final = "rungwise.end_reason"
 TAG_MIRRORED_BYTES: Final = "rungwise.mirrored_bytes"
 """How far into the journal this MLflow run has been copied."""
+TAG_MIRRORED_TIME: Final = "rungwise.mirrored_time"
+"""Unix milliseconds of the last record that is there whole; a batch under way may have left part of later ones."""
 INFINITE_PREFIX: Final = "infinite/"
 """MLflow cannot hold ±inf. The point is stored as NaN, and `infinite/<metric>` holds its sign at the same step."""
 
 _PLACEHOLDER = re.compile(r"<\w+>")
-_PATTERNS = tuple(
-    re.compile("^" + _PLACEHOLDER.sub(r"[A-Za-z0-9_.-]+", re.escape(name)) + "$") for name in METRICS
-)
+_PATTERNS = tuple(re.compile("^" + _PLACEHOLDER.sub(r"[A-Za-z0-9_.-]+", re.escape(name)) + "$") for name in METRICS)
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -152,9 +152,7 @@ def dump_json(value: Any, *, indent: int | None = None) -> str:
 
 def canonical_json(value: Any) -> str:
     """One text per content: sorted keys, no spaces. What content hashes are taken over."""
-    return json.dumps(
-        _encode(value), allow_nan=False, sort_keys=True, separators=(",", ":"), ensure_ascii=False
-    )
+    return json.dumps(_encode(value), allow_nan=False, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def _refuse_constant(word: str) -> Any:

@@ -42,4 +42,5 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    accepted = [mallopt(name, value) == 1 for name, value in settings]
+    return all(accepted)

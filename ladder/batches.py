@@ -27,9 +27,7 @@ class Batches:
         ValueError: a count below 1, a negative seed, or a corpus shorter than one window.
     """
 
-    def __init__(
-        self, tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, max_epochs: float = 1.0
-    ) -> None:
+    def __init__(self, tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, max_epochs: float = 1.0) -> None:
         _check_at_least(1, seq_len=seq_len, batch_size=batch_size)
         _check_at_least(0, seed=seed)
         import grain  # here and not above: it loads jax (1.3 s), and planning needs only the counts
@@ -130,9 +128,7 @@ def held_out_windows(tokens: Tokens, *, seq_len: int, count: int | None = None) 
         raise ValueError(_too_short("held-out", stream.num_tokens, seq_len))
     count = len(starts) if count is None else count
     if not 1 <= count <= len(starts):
-        raise ValueError(
-            f"held-out count {count}: the held-out text has {len(starts)} windows; ask for 1 to that many"
-        )
+        raise ValueError(f"held-out count {count}: the held-out text has {len(starts)} windows; ask for 1 to that many")
     chosen = (2 * np.arange(count) + 1) * len(starts) // (2 * count)
     windows = stream.tokens[starts[chosen, None] + np.arange(seq_len + 1)].astype(np.int32)
     present, subset_ids = np.unique(subset_ids[chosen], return_inverse=True)

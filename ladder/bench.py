@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rungwise.comm.config import TransportConfig
+from rungwise.ladder.console import log
 from rungwise.ladder.family import RunConfig, load_family
 from rungwise.ladder.optimizer import build_optimizer
 from rungwise.ladder.step import init_state, make_train_step
@@ -23,11 +24,10 @@ from rungwise.ladder.train import matmul_ceiling
 from rungwise.model.accounting import count_flops
 from rungwise.model.attention import attention
 from rungwise.model.balance import quantile_bias
-from rungwise.model.linear import linear
+from rungwise.model.linear import linear, swiglu
 from rungwise.model.loss import language_model_loss
 from rungwise.model.methods import build_method, run_experts
-from rungwise.model.router import choose_experts
-from rungwise.model.swiglu import swiglu
+from rungwise.model.router import Routes, choose_experts
 from rungwise.model.transformer import layer_kinds
 
 ROUNDS = 5
@@ -105,10 +105,12 @@ def measure_step(config: RunConfig) -> Callable[[], float]:
 def bench_steps() -> dict[str, Any]:
     """Training steps against the ceiling, all shapes in turn within one process."""
     measured = cases()
+    log(f"compiling the training step of {len(measured)} shapes")
     steps = {case.name: measure_step(case.config) for case in measured}
     times: dict[str, list[float]] = {case.name: [] for case in measured}
     ceilings = []
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
+        log(f"training steps: round {number + 1} of {ROUNDS}")
         ceilings.append(matmul_ceiling(2048, tries=7))
         for name, step in steps.items():
             times[name] += [step() for _ in range(STEPS_PER_ROUND)]
@@ -135,50 +137,60 @@ def bench_parts(config: RunConfig) -> dict[str, float]:
 
     Parts are compiled one by one, so their sum differs from a step's time, in which the compiler joins them.
     """
-    state = init_state(config)
-    layer = jax.tree.map(lambda leaf: leaf[0], state.params["layers"])
-    kind = jax.tree.map(lambda leaf: leaf[0], layer_kinds(config.model))
-    rng, model = np.random.default_rng(0), config.model
-    shape = (config.batch_size, model.seq_len)
-    x = jnp.asarray(rng.normal(size=(*shape, model.hidden_dim)), jnp.float32)
-    latent = jnp.asarray(rng.normal(size=(*shape, model.latent_dim)), jnp.float32)
-    logits = jnp.asarray(rng.normal(size=(*shape, model.num_experts)), jnp.float32)
+    log(f"parts of a step, {config.transport.num_ranks} rank(s)")
+    state, model = init_state(config), config.model
+    logits = _normal(config.tokens_per_step, model.num_experts)
     routes = choose_experts(logits, jnp.zeros(model.num_experts), top_k=model.top_k, gate_sum=model.gate_sum)
-    rows = jnp.asarray(rng.normal(size=(model.num_experts, _rows_per_expert(config), model.latent_dim)), jnp.float32)
-    targets = jnp.asarray(rng.integers(0, model.vocab_size, shape))
+    parts = _differentiated_parts(config, state.params, routes)
+    figures = {name: _median_ms(_with_gradient(function), *inputs) for name, (function, inputs) in parts.items()}
+    balance = jax.jit(partial(quantile_bias, top_k=model.top_k))
+    figures["quantile bias"] = _median_ms(balance, logits, routes.threshold)
+    update = jax.jit(build_optimizer(config).update)
+    figures["optimizer"] = _median_ms(update, state.params, state.optimizer, state.params)
+    return figures
+
+
+def _differentiated_parts(
+    config: RunConfig, params: dict[str, Any], routes: Routes
+) -> Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Each part as a function and its inputs; tokens are rows, as between the parts of `model/moe.py`."""
+    model, shape = config.model, (config.batch_size, config.model.seq_len)
+    layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    kind = jax.tree.map(lambda leaf: leaf[0], layer_kinds(model))
+    moe, x = layer["moe"], _normal(config.tokens_per_step, model.hidden_dim)
+    experts, gates = (leaf.reshape(*shape, -1) for leaf in (routes.experts, routes.gates))
+    targets = jnp.asarray(np.random.default_rng(1).integers(0, model.vocab_size, shape))
     method = build_method(config.transport, data_replicas=config.data_replicas)
-    moe = layer["moe"]
-    router = partial(choose_experts, bias=jnp.zeros(model.num_experts), top_k=model.top_k, gate_sum=model.gate_sum)
+    choose = partial(choose_experts, bias=jnp.zeros(model.num_experts), top_k=model.top_k, gate_sum=model.gate_sum)
 
     def head(weights: jax.Array, x: jax.Array) -> jax.Array:
-        return language_model_loss(linear(x, weights), targets, z_loss_weight=1e-4).objective
+        return language_model_loss(linear(x, weights).reshape(*shape, -1), targets, z_loss_weight=1e-4).objective
 
-    parts: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "attention": (lambda w, x: attention(w, x, kind, config=model)[0], (layer["attention"], x)),
-        "router": (lambda w, x: router(linear(x, w)).gates, (moe["router"], x)),
+    return {
+        "attention": (
+            lambda w, x: attention(w, x, kind, config=model)[0],
+            (layer["attention"], x.reshape(*shape, -1)),
+        ),
+        "router": (lambda w, x: choose(linear(x, w)).gates, (moe["router"], x)),
         "latent projections": (
             lambda down, up, x: linear(linear(x, down), up),
             (moe["latent_down"], moe["latent_up"], x),
         ),
         "dispatch, experts and combine": (
-            lambda w, latent: method(latent, routes.experts, routes.gates, w).output,
-            (moe["experts"], latent),
+            lambda w, latent: method(latent, experts, gates, w).output,
+            (moe["experts"], _normal(*shape, model.latent_dim)),
         ),
-        "experts alone, on full buffers": (run_experts, (moe["experts"], rows)),
-        "shared experts": (
-            lambda w, x: swiglu(w["gate_up"], w["down"], x.reshape(-1, model.hidden_dim)),
-            (moe["shared"], x),
+        "experts alone, on full buffers": (
+            run_experts,
+            (moe["experts"], _normal(model.num_experts, _rows_per_expert(config), model.latent_dim)),
         ),
-        "head and loss": (head, (state.params["head"], x)),
+        "shared experts": (lambda w, x: swiglu(w["gate_up"], w["down"], x), (moe["shared"], x)),
+        "head and loss": (head, (params["head"], x)),
     }
-    figures = {name: _median_ms(_with_gradient(function), *inputs) for name, (function, inputs) in parts.items()}
-    flat = logits.reshape(-1, model.num_experts)
-    figures["quantile bias"] = _median_ms(
-        jax.jit(partial(quantile_bias, top_k=model.top_k)), flat, routes.threshold.reshape(-1)
-    )
-    update = build_optimizer(config).update
-    figures["optimizer"] = _median_ms(jax.jit(update), state.params, state.optimizer, state.params)
-    return figures
+
+
+def _normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
 def _rows_per_expert(config: RunConfig) -> int:

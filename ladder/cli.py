@@ -1,11 +1,13 @@
 """The command line `ladder`: one function a verb; each calls one module and prints the result.
 
 A verb imports what it needs when it runs, so that `ladder --help` answers at once.
-Exit codes: 0 done, 2 bad input, 130 interrupted; `watch` adds 3 (could not judge) and 10 (alert open).
+Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted; `watch` adds 3 (could not judge) and 10 (alert open).
 """
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn, cast
 
@@ -20,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-BAD_INPUT, COULD_NOT_JUDGE, INTERRUPTED = 2, 3, 130
+RUN_FAILED, BAD_INPUT, COULD_NOT_JUDGE, INTERRUPTED = 1, 2, 3, 130
 
 Family = Annotated[str, typer.Argument(help="A shipped family (tiny, laptop, …) or a path to a TOML file.")]
 Home = Annotated[
@@ -83,6 +85,8 @@ def run(
 ) -> None:
     """Train the rungs, or the hero; skips what is finished and resumes what is not.
 
+    Exit code 1 where a run failed; the others are trained to their end.
+
     Example: `ladder run tiny --rung d64`
     """
     from rungwise.ladder import console, status, tables
@@ -139,7 +143,7 @@ def forecast(
     runs = predict.load_family_runs(family, home=folder, tracking=tracking)
     made = predict.forecast_runs(runs, level=level)
     if register:
-        console.log(f"registered as {predict.register_forecast(made, runs, home=folder)}")
+        console.log(f"registered as {predict.register_forecast(made, runs, home=folder, tracking=tracking)}")
     if as_json:
         console.print_json(made.to_dict())
     else:
@@ -154,12 +158,17 @@ def watch_run(
     once: Annotated[bool, typer.Option("--once", help="Judge what is there and leave: the default.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Keep judging until the run ends.")] = False,
     replay: Annotated[bool, typer.Option("--replay", help="Judge from the start; write nothing.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between looks of --follow.")] = 5.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks of --follow.")] = 5.0,
+    give_up: Annotated[
+        float, typer.Option(min=0.0, help="Seconds --follow waits for a run that stopped unfinished to go on.")
+    ] = 600.0,
     home: Home = None,
     tracking: Tracking = None,
     as_json: Json = False,
 ) -> None:
     """Judge a run against the registered forecast and the ladder.
+
+    A run whose folder is not here is read from the MLflow store, if an address is given.
 
     Exit code 0 healthy, 2 bad input, 3 could not judge, 10 alert open, 130 interrupted.
 
@@ -169,25 +178,21 @@ def watch_run(
 
     if once + follow + replay > 1:
         raise ValueError("--once, --follow and --replay exclude each other; give one")
-    try:
+    with _could_not_judge(unless=ValueError):
         from rungwise.ladder import tables, watch
         from rungwise.ladder.home import resolve_home
 
         folder = resolve_home(home)
+        runs = watch.load_watched(family, run, home=folder, tracking=tracking)
+    with _could_not_judge():
         if follow:
-            verdict = watch.follow_run(family, run, home=folder, tracking=tracking, every=every)
+            verdict = watch.follow_run(runs, run, home=folder, tracking=tracking, every=every, give_up=give_up)
         else:
-            verdict = watch.judge_run(family, run, home=folder, tracking=tracking, record=not replay)
+            verdict = watch.judge_loaded(runs, run) if replay else watch.judge_run(runs, run, home=folder)
         if as_json:
             console.print_json(verdict.to_dict())
         else:
             console.print_result(tables.verdict_table(verdict.to_dict()))
-    except ValueError:
-        raise
-    except Exception as error:
-        _show_traceback_if_asked()
-        console.print_error(f"could not judge: {type(error).__name__}: {console.one_line(error)}")
-        raise typer.Exit(COULD_NOT_JUDGE) from error
     raise typer.Exit(watch.EXIT_CODES[verdict.state])
 
 
@@ -259,6 +264,19 @@ def run_demo(
         console.print_result(tables.demo_table(result))
 
 
+@contextmanager
+def _could_not_judge(*, unless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Ends the command with one line and its own exit code for any error but bad input."""
+    try:
+        yield
+    except unless:
+        raise
+    except Exception as error:
+        from rungwise.ladder.console import one_line
+
+        _fail(f"could not judge: {type(error).__name__}: {one_line(error)}", code=COULD_NOT_JUDGE)
+
+
 def _show_traceback_if_asked() -> None:
     if os.environ.get("RUNGWISE_TRACEBACK"):
         import traceback
@@ -267,7 +285,7 @@ def _show_traceback_if_asked() -> None:
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits; bad input is one line on standard error and exit code 2."""
+    """Runs the command line and exits; bad input is one line on standard error and exit code 2, a failed run 1."""
     usage_error = cast(type[Exception], typer.BadParameter.__mro__[1])  # typer does not export its name
     try:
         code = app(standalone_mode=False)
@@ -277,6 +295,12 @@ def main() -> NoReturn:
         _fail(error)
     except typer.Abort:
         code = INTERRUPTED
+    except RuntimeError as error:
+        from rungwise.ladder.run import RunFailed
+
+        if not isinstance(error, RunFailed):
+            raise
+        _fail(error, code=RUN_FAILED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -284,10 +308,10 @@ def _usage_message(error: Exception) -> str:
     return error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _fail(error: Exception | str) -> NoReturn:
+def _fail(error: Exception | str, *, code: int = BAD_INPUT) -> NoReturn:
     from rungwise.ladder import console
 
     _show_traceback_if_asked()
     if error:  # empty where the help was printed in its stead
         console.print_error(error)
-    sys.exit(BAD_INPUT)
+    sys.exit(code)

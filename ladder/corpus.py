@@ -259,9 +259,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 def _from_row(row: Any, path: Path, number: int) -> Record:
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise ValueError(
-            f"corpus {path}, record {number}: no column 'text' holding a string; add or rename it"
-        )
+        raise ValueError(f"corpus {path}, record {number}: no column 'text' holding a string; add or rename it")
     document_id, subset = row.get("id"), row.get("subset")
     if document_id is None:
         document_id = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]

@@ -32,7 +32,8 @@ def demo_family(family: str, *, home: Path, tracking: str | None = None) -> dict
     """Goes through the job and returns what a reader wants to know at its end; progress is on standard error.
 
     Raises:
-        ValueError: bad input, a run that failed, or a hero that was started without a forecast.
+        ValueError: bad input, or a hero that was started without a forecast.
+        RunFailed: a run failed.
     """
     console = log_console()
     with _stage("1 of 5: the plan"):
@@ -40,22 +41,22 @@ def demo_family(family: str, *, home: Path, tracking: str | None = None) -> dict
     with _stage("2 of 5: the rungs"):
         run_ladder(family, home=home, tracking=tracking)
     with _stage("3 of 5: the forecast, registered before the hero starts"):
-        console.print(forecast_table(_registered(family, home=home).to_dict()))
+        console.print(forecast_table(_registered(family, home=home, tracking=tracking).to_dict()))
     with _stage("4 of 5: the hero, under watch"):
         run_ladder(family, home=home, hero=True, tracking=tracking)
     with _stage("5 of 5: the report"):
         runs = load_family_runs(family, home=home)
-        verdict = judge_run(family, runs.plan["hero"]["name"], home=home)
+        verdict = judge_run(runs, runs.plan["hero"]["name"], home=home)
         report = write_report(family, home=home)
     return _result(runs, report=report, state=verdict.state, store=resolve_tracking(home, tracking))
 
 
-def _registered(family: str, *, home: Path) -> Any:
+def _registered(family: str, *, home: Path, tracking: str | None) -> Any:
     runs = load_family_runs(family, home=home)
     if runs.registered is not None:
         return runs.registered
     forecast = forecast_runs(runs)
-    register_forecast(forecast, runs, home=home)
+    register_forecast(forecast, runs, home=home, tracking=tracking)
     return forecast
 
 

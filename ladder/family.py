@@ -289,11 +289,15 @@ def shipped_families() -> tuple[str, ...]:
     return tuple(sorted(Path(item.name).stem for item in folder.iterdir() if item.name.endswith(".toml")))
 
 
+class UnknownFamily(ValueError):
+    """A name that is neither a shipped family's nor a file's."""
+
+
 def family_text(name_or_path: str) -> str:
     """The TOML text of a shipped family or of a file.
 
     Raises:
-        ValueError: neither a shipped name nor a readable file.
+        ValueError: neither a shipped name (`UnknownFamily`) nor a readable file.
     """
     if name_or_path in shipped_families():
         return (resources.files("rungwise.ladder") / "families" / f"{name_or_path}.toml").read_text()
@@ -303,7 +307,7 @@ def family_text(name_or_path: str) -> str:
             return path.read_text()
         except OSError as error:
             raise ValueError(f"family file {name_or_path}: {error.strerror}; give a readable TOML file") from error
-    raise ValueError(f"family {name_or_path!r} is unknown{_nearest(name_or_path, list(shipped_families()))}")
+    raise UnknownFamily(f"family {name_or_path!r} is unknown{_nearest(name_or_path, list(shipped_families()))}")
 
 
 def load_family(name_or_path: str) -> LadderConfig:

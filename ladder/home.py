@@ -14,6 +14,7 @@ from rungwise.analysis.vocabulary import SCHEMA_VERSION, dump_json
 
 __all__ = [
     "CONFIG_FILE",
+    "FAMILY_FILE",
     "family_folder",
     "forecasts_folder",
     "make_folder",
@@ -24,6 +25,7 @@ __all__ = [
     "write_json",
 ]
 
+FAMILY_FILE: Final = "family.toml"
 HOME_VARIABLE: Final = "RUNGWISE_HOME"
 TRACKING_VARIABLE: Final = "MLFLOW_TRACKING_URI"
 _REMEDY: Final = f"free it, or choose another home with --home or {HOME_VARIABLE}"

@@ -25,7 +25,7 @@ from rungwise.analysis.records import (
 from rungwise.analysis.vocabulary import EVENT_KINDS, RUN_STATES, SCHEMA_VERSION, dump_json, is_metric_name
 from rungwise.ladder.home import make_folder
 
-__all__ = ["Journal", "Records", "append_alert", "append_event", "read_records", "writer_of"]
+__all__ = ["Journal", "Records", "append_alert", "append_event", "append_verdict", "read_records", "writer_of"]
 
 _LOCK_FILE: Final = "writer.lock"
 
@@ -148,6 +148,11 @@ def append_event(folder: str | Path, kind: str, step: int, **details: Any) -> No
 def append_alert(folder: str | Path, alert: Mapping[str, Any]) -> None:
     """Record an alert of the watch."""
     _append_shared(Path(folder) / ALERTS_FILE, {"kind": "alert", **alert})
+
+
+def append_verdict(folder: str | Path, state: str, step: int) -> None:
+    """Record what the watch says of a run from this step on: `healthy`, `alert` or `cannot_judge`."""
+    _append_shared(Path(folder) / ALERTS_FILE, {"kind": "verdict", "state": state, "step": int(step)})
 
 
 def writer_of(folder: str | Path) -> str | None:

@@ -15,6 +15,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,11 +28,13 @@ from rungwise.analysis.records import (
     check_schema,
     decode_record,
     read_json,
+    read_records,
 )
 from rungwise.analysis.store import (
     escape_key,
     find_attempts,
     find_experiment,
+    find_forecasts,
     open_client,
     public_address,
     sqlite_path,
@@ -48,6 +51,7 @@ from rungwise.analysis.vocabulary import (
     TAG_FORECAST_HASH,
     TAG_LINEAGE,
     TAG_MIRRORED_BYTES,
+    TAG_MIRRORED_TIME,
     TAG_RESTORED_STEP,
     TAG_ROLE,
     TAG_RUN,
@@ -55,11 +59,14 @@ from rungwise.analysis.vocabulary import (
     TAG_SCHEMA,
     TAG_SEED,
     TAG_STATE,
+    TAG_WATCH_STATE,
     canonical_json,
     decode_number,
+    load_json,
 )
-from rungwise.ladder.home import TRACKING_VARIABLE, make_folder
+from rungwise.ladder.home import FAMILY_FILE, TRACKING_VARIABLE, make_folder
 from rungwise.ladder.journal import writer_of
+from rungwise.ladder.tracking import mark_mirrored
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -67,8 +74,8 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.5
 BATCH_S: Final = 10.0
-BATCH_POINTS: Final = 999
-"""MLflow takes 1,000 entries a batch; one is the tag that says how far the copy is."""
+BATCH_POINTS: Final = 998
+"""MLflow takes 1,000 entries a batch; two are the tags that say how far the copy is."""
 RETRY_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 GIVE_UP_S: Final = 60.0
 """How long the copy is tried again after the trainer is gone."""
@@ -85,7 +92,7 @@ class Copier:
     """
 
     def __init__(self, folder: Path, tracking_uri: str) -> None:
-        self.folder = folder
+        self.folder, self.tracking_uri = folder, tracking_uri
         self.config = read_json(folder / CONFIG_FILE)
         self.client, self.experiment = open_experiment(tracking_uri, self.config["family"])
         lineage = f"{self.config['family']}/{self.config['run']}"
@@ -111,10 +118,13 @@ class Copier:
                 self._flush()
         if self.run_id is not None and (last or time.monotonic() >= self.next_batch):
             self.next_batch = time.monotonic() + BATCH_S
+            self._copy_files()  # first: an event is known before the points it explains
             self._flush()
-            self._copy_files()
         if last and self.running and writer_of(self.folder) is None:
             self._close_silent()
+        if last and not self.running:
+            journals = {path.name: size for path, (size, _) in self.files.items() if path.suffix == ".jsonl"}
+            mark_mirrored(self.folder, self.tracking_uri, {JOURNAL_FILE: self.read, **journals})
 
     def _new_lines(self) -> Iterator[bytes]:
         journal = self.folder / JOURNAL_FILE
@@ -187,7 +197,10 @@ class Copier:
     def _flush(self) -> None:
         from mlflow.entities import RunTag
 
-        done = [RunTag(TAG_MIRRORED_BYTES, str(self.read))]
+        whole = decode_record(self.last_record)
+        assert whole is not None
+        time = round(whole["time"] * 1000)
+        done = [RunTag(TAG_MIRRORED_BYTES, str(self.read)), RunTag(TAG_MIRRORED_TIME, str(time))]
         for start in range(0, len(self.points), BATCH_POINTS):
             batch, rest = self.points[start : start + BATCH_POINTS], self.points[start + BATCH_POINTS :]
             self.client.log_batch(self._run, batch, tags=() if rest else done, synchronous=True)
@@ -208,21 +221,43 @@ class Copier:
         self._close("killed", record["time"], None)
 
     def _copy_files(self) -> None:
-        """Copy config, events and alerts, and for the hero its family's forecasts, where they changed."""
-        files = {self.folder / name: None for name in (CONFIG_FILE, EVENTS_FILE, ALERTS_FILE)}
+        """Copy family, config, events and alerts, and for the hero its forecast, where they changed."""
+        family = self.folder.parents[1]
+        files = [family / FAMILY_FILE, *(self.folder / name for name in (CONFIG_FILE, EVENTS_FILE, ALERTS_FILE))]
         if self.config["role"] == "hero":
-            forecasts = sorted((self.folder.parents[1] / "forecasts").glob("*.json"), key=_modified)
-            files |= dict.fromkeys(forecasts, "forecasts")
-            if forecasts and forecasts[-1] not in self.files:
-                self.client.set_tag(self._run, TAG_FORECAST_HASH, forecasts[-1].stem)
-        for path, parent in files.items():
-            if path.exists() and self.files.get(path) != (version := (path.stat().st_size, _modified(path))):
-                self.client.log_artifact(self._run, str(path), parent)
+            files += (family / "forecasts").glob("*.json")
+        for path in files:
+            if path.exists() and self.files.get(path) != (version := (path.stat().st_size, path.stat().st_mtime_ns)):
+                self._copy_file(path)
                 self.files[path] = version
 
+    def _copy_file(self, path: Path) -> None:
+        if path.parent.name == "forecasts":
+            copy_forecast(self.client, self.experiment, path)
+            self.client.set_tag(self._run, TAG_FORECAST_HASH, path.stem)
+            return
+        self.client.log_artifact(self._run, str(path))
+        if path.name == ALERTS_FILE:
+            verdicts = [record for record in read_records(path).records if record["kind"] == "verdict"]
+            if verdicts:
+                self.client.set_tag(self._run, TAG_WATCH_STATE, verdicts[-1]["state"])
 
-def _modified(path: Path) -> int:
-    return path.stat().st_mtime_ns
+
+def copy_forecast(client: "MlflowClient", experiment: str, file: Path) -> None:
+    """Keep a registered forecast as an MLflow run of its own, unless it is the last one there."""
+    from mlflow.entities import Param
+
+    records = find_forecasts(client, experiment)
+    if records and records[-1].data.tags[TAG_FORECAST_HASH] == file.stem:
+        return
+    forecast = load_json(file.read_text(encoding="utf-8"))
+    tags = {TAG_FAMILY: file.parents[1].name, TAG_SCHEMA: str(SCHEMA_VERSION)}
+    run_id = client.create_run(experiment, tags=tags, run_name="forecast").info.run_id
+    shown = ("metric", "point", "low", "high", "level", "status")
+    client.log_batch(run_id, params=[Param(name, str(forecast[name])) for name in shown])
+    client.log_artifact(run_id, str(file))
+    client.set_tag(run_id, TAG_FORECAST_HASH, file.stem)  # last, so that what has it is whole
+    client.set_terminated(run_id)
 
 
 def _attempt_tags(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, str]:
@@ -309,11 +344,12 @@ def copy_once(folder: Path, tracking_uri: str) -> None:
         Copier(folder, tracking_uri).advance(last=True)
 
 
-def follow(folder: Path, tracking_uri: str, *, stopped: Callable[[float], bool]) -> bool:
+def follow(folder: Path, tracking_uri: str, *, stopped: Callable[[float], bool], finisher: ThreadPoolExecutor) -> bool:
     """Copy as the journal grows until the trainer stops, then what is left; whether all of it was copied.
 
     Args:
         stopped: waits for at most the seconds given, and says whether the trainer has stopped.
+        finisher: copies what is left once the trainer has.
     """
     copier: Copier | None = None
     failures, pause, give_up = 0, 0.0, math.inf
@@ -323,7 +359,10 @@ def follow(folder: Path, tracking_uri: str, *, stopped: Callable[[float], bool])
             give_up = min(give_up, time.monotonic() + GIVE_UP_S) if last else math.inf
             try:
                 copier = copier or Copier(folder, tracking_uri)
-                copier.advance(last=last)
+                if last:
+                    finisher.submit(copier.advance, last=True).result()
+                    return True
+                copier.advance()
             except Exception as error:
                 copier, pause = None, RETRY_S[min(failures, len(RETRY_S) - 1)]
                 failures += 1
@@ -332,8 +371,6 @@ def follow(folder: Path, tracking_uri: str, *, stopped: Callable[[float], bool])
                 if time.monotonic() > give_up:
                     return False
                 continue
-            if last:
-                return True
             failures, pause = 0, POLL_S
 
 
@@ -349,8 +386,9 @@ def _warn(tracking_uri: str, error: Exception) -> None:
 
 def main() -> int:
     """Follow the folder named by the argument until standard input closes."""
+    finisher = ThreadPoolExecutor(1)
+    finisher.submit(os.getpid).result()  # starts its thread, which keeps its speed: Linux slows the calling one alone
     os.nice(19)
-
     closed = False
 
     def stopped(seconds: float) -> bool:
@@ -361,7 +399,7 @@ def main() -> int:
         return closed
 
     folder, tracking_uri = Path(sys.argv[1]), os.environ[TRACKING_VARIABLE]
-    return 0 if follow(folder, tracking_uri, stopped=stopped) else 1
+    return 0 if follow(folder, tracking_uri, stopped=stopped, finisher=finisher) else 1
 
 
 if __name__ == "__main__":

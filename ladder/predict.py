@@ -3,6 +3,7 @@
 The laws, intervals and curves are `rungwise.analysis`; here runs are gathered and handed over.
 """
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,14 @@ import pandas as pd
 from rungwise.analysis.curves import forecast_curve
 from rungwise.analysis.forecast import Forecast, forecast_final
 from rungwise.analysis.points import final_eval_loss, final_train_loss, ladder_points, logged_values
-from rungwise.analysis.registry import load_registered, register
+from rungwise.analysis.registry import load_registered, load_registered_mlflow, register
 from rungwise.analysis.source import RunRecord, load_runs
-from rungwise.ladder.family import load_family
-from rungwise.ladder.home import forecasts_folder
+from rungwise.analysis.store import find_attempts, find_experiment, public_address, read_artifacts, reading
+from rungwise.ladder.console import log, one_line
+from rungwise.ladder.family import LadderConfig, UnknownFamily, load_family
+from rungwise.ladder.home import FAMILY_FILE, forecasts_folder, resolve_tracking
 from rungwise.ladder.plan import plan_ladder
+from rungwise.ladder.tracking import mirror_forecast
 
 CURVE_METRICS: Final = ("eval/loss", "train/loss")
 """Losses whose whole trajectory is forecast and registered."""
@@ -69,19 +73,33 @@ class Outcome:
 
 
 def load_family_runs(family: str, *, home: Path, tracking: str | None = None) -> FamilyRuns:
-    """Plan, runs and registered forecast of a family; runs that are not here come from `tracking`.
+    """Plan, runs and registered forecast of a family; what is not here comes from `tracking`, if it is given.
 
     Raises:
         ValueError: unknown family, a file that is not ours or was changed, or a server that does not answer.
     """
-    plan = plan_ladder(load_family(family)).to_dict()
+    plan = plan_ladder(_load_definition(family, tracking)).to_dict()
     name = plan["family"]
-    return FamilyRuns(
-        family=name,
-        plan=plan,
-        records=load_runs(home, name, tracking_uri=tracking),
-        registered=load_registered(forecasts_folder(home, name)),
-    )
+    records = load_runs(home, name, tracking_uri=tracking)
+    registered = load_registered(forecasts_folder(home, name))
+    if registered is None and tracking is not None:
+        registered = load_registered_mlflow(tracking, name)
+    return FamilyRuns(family=name, plan=plan, records=records, registered=registered)
+
+
+def _load_definition(family: str, tracking: str | None) -> LadderConfig:
+    """A family by its shipped name or its file, or as its runs in the store have it."""
+    try:
+        return load_family(family)
+    except UnknownFamily:
+        if tracking is None:
+            raise
+        with reading(tracking) as client, tempfile.TemporaryDirectory() as folder:
+            experiment = find_experiment(client, family)
+            for run in reversed(find_attempts(client, experiment) if experiment else []):
+                for path in read_artifacts(client, run, [FAMILY_FILE], Path(folder)):
+                    return load_family(str(path))
+        raise
 
 
 def forecast_runs(runs: FamilyRuns, *, level: float = 0.9) -> Forecast:
@@ -117,15 +135,26 @@ def rung_curves(records: Iterable[RunRecord], metric: str) -> pd.DataFrame:
     return pd.concat([table for table in tables if len(table)] or tables)
 
 
-def register_forecast(forecast: Forecast, runs: FamilyRuns, *, home: Path) -> str:
-    """Freezes a forecast under its hash and returns it; the same content again changes nothing.
+def register_forecast(forecast: Forecast, runs: FamilyRuns, *, home: Path, tracking: str | None = None) -> str:
+    """Freezes a forecast under its hash, here and in the MLflow store, and returns the hash.
+
+    The same content again changes nothing. With the store out of reach one line says so; the hero's mirror brings
+    the forecast there later.
 
     Raises:
         ValueError: the hero has started, or another forecast is registered.
     """
     if runs.registered is None and runs.hero is not None and runs.hero.attempts:
         raise ValueError(f"the hero of {runs.family} has started; a forecast must be registered before that, to be one")
-    return register(forecast, forecasts_folder(home, runs.family))
+    folder, store = forecasts_folder(home, runs.family), resolve_tracking(home, tracking)
+    if runs.registered is not None:
+        register(runs.registered, folder)  # the store's may not be here yet
+    digest = register(forecast, folder)
+    try:
+        mirror_forecast(folder / f"{digest}.json", store)
+    except Exception as error:  # what counts is registered; what the store raises depends on the store
+        log(f"tracking {public_address(store)!r} failed ({one_line(error)}); the forecast is registered here alone")
+    return digest
 
 
 def hero_outcome(runs: FamilyRuns) -> Outcome | None:

@@ -17,10 +17,9 @@ from markupsafe import Markup
 import rungwise
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.points import final_eval_loss
-from rungwise.analysis.records import CONFIG_FILE, read_json
 from rungwise.analysis.source import RunRecord
 from rungwise.ladder.console import duration
-from rungwise.ladder.home import family_folder, make_folder, run_folder
+from rungwise.ladder.home import family_folder, make_folder
 from rungwise.ladder.predict import FamilyRuns, Outcome, hero_outcome, load_family_runs, top_rung_loss
 from rungwise.ladder.report_figures import (
     Picture,
@@ -78,11 +77,11 @@ def write_report(family: str, *, home: Path, tracking: str | None = None, output
         raise ValueError(f"family {runs.family} has no runs in {home}; train its rungs with `ladder run {family}`")
     path = output or make_folder(family_folder(home, runs.family)) / "report.html"
     make_folder(path.parent)
-    path.write_text(render_report(runs, home=home), encoding="utf-8")
+    path.write_text(render_report(runs), encoding="utf-8")
     return path
 
 
-def render_report(runs: FamilyRuns, *, home: Path) -> str:
+def render_report(runs: FamilyRuns) -> str:
     """The page as text; its figures are inside, and it loads nothing."""
     outcome = hero_outcome(runs)
     verdict = judge_loaded(runs, runs.plan["hero"]["name"])
@@ -93,7 +92,7 @@ def render_report(runs: FamilyRuns, *, home: Path) -> str:
         subtitle=_subtitle(runs),
         cards=_cards(runs, outcome, verdict),
         lead=list(_lead(runs, outcome, verdict)),
-        sections=[section for section in _sections(runs, outcome, verdict, home=home) if section],
+        sections=[section for section in _sections(runs, outcome, verdict) if section],
     )
 
 
@@ -172,7 +171,7 @@ def _outcome_sentence(forecast: Forecast, outcome: Outcome) -> str:
     return f"The forecast did not hold: {ended}, {beyond:.2g} nats outside the interval."
 
 
-def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict, *, home: Path) -> Iterator[Section]:
+def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict) -> Iterator[Section]:
     forecast = runs.registered
     columns, rows, note = plan_cells(runs.plan)
     yield Section(id="plan", title="The plan", tables=[Table(columns=columns, rows=rows)], note=note)
@@ -184,11 +183,11 @@ def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict, *, ho
         pictures = trajectory_pictures(runs, forecast, alerts=verdict.alerts)
         yield Section(id="trajectory", title="The hero against its registered curves", pictures=pictures)
     yield Section(id="drops", title="Dropped tokens", pictures=drops_pictures(runs))
-    yield _alerts_section(verdict, home=home, family=runs.family)
+    yield _alerts_section(verdict, recorded=0 if runs.hero is None else len(recorded_alerts(runs.hero)))
     yield Section(id="runs", title="Runs", text=list(_failures(runs)), tables=[_runs_table(runs)])
     if forecast is not None:
         yield _conditions_section(forecast)
-    yield Section(id="provenance", title="Provenance", tables=[_provenance(runs, home=home)])
+    yield Section(id="provenance", title="Provenance", tables=[_provenance(runs)])
 
 
 def _fit_section(forecast: Forecast, outcome: Outcome | None) -> Section:
@@ -226,8 +225,7 @@ def _floor_text(forecast: Forecast) -> Iterator[str]:
         yield "No floor passes the rungs closely; the interval carries what is left."
 
 
-def _alerts_section(verdict: Verdict, *, home: Path, family: str) -> Section:
-    recorded = len(recorded_alerts(run_folder(home, family, verdict.run)))
+def _alerts_section(verdict: Verdict, *, recorded: int) -> Section:
     note = f"{recorded} recorded while the hero trained. " + " ".join(f"{remark}." for remark in verdict.remarks)
     if not verdict.alerts:
         return Section(id="alerts", title="Alerts", text=["None was raised."], note=note)
@@ -297,20 +295,16 @@ def _value(value: Any) -> str:
     return quantity(value) if value >= 1e5 else f"{value:,.5g}"
 
 
-def _provenance(runs: FamilyRuns, *, home: Path) -> Table:
+def _provenance(runs: FamilyRuns) -> Table:
     rows: list[list[str]] = []
     if runs.registered is not None:
         rows.append(["forecast", runs.registered.hash])
         rows.append(["loss rule", runs.registered.loss_rule])
-    configs = {
-        record.run: read_json(path)
-        for record in runs.records
-        if (path := run_folder(home, runs.family, record.run) / CONFIG_FILE).exists()
-    }
+    origins = [record.provenance for record in runs.records]
     for label, key in (("corpus", "corpus_hash"), ("code", "code_version")):
-        rows += [[label, value] for value in dict.fromkeys(str(config[key]) for config in configs.values())]
+        rows += [[label, value] for value in dict.fromkeys(str(origin[key]) for origin in origins)]
     packages = dict.fromkeys(
-        ", ".join(f"{name} {version}" for name, version in config["packages"].items()) for config in configs.values()
+        ", ".join(f"{name} {version}" for name, version in origin["packages"].items()) for origin in origins
     )
     rows += [["packages", text] for text in packages]
     rows += [[f"config of {record.run}", record.config_hash] for record in runs.records]

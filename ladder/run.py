@@ -5,6 +5,7 @@ machine has cores for; a child that fails does not end the others.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,14 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rungwise.analysis.store import public_address
 from rungwise.ladder.backend import prepare_backend
-from rungwise.ladder.console import ProgressView, log
+from rungwise.ladder.console import ProgressView, log, one_line
 from rungwise.ladder.family import LadderConfig, RunConfig, family_text, load_family
-from rungwise.ladder.home import family_folder, make_folder, resolve_tracking, run_folder
+from rungwise.ladder.home import FAMILY_FILE, family_folder, make_folder, resolve_tracking, run_folder
 from rungwise.ladder.status import run_status
+from rungwise.ladder.tracking import is_mirrored, mirror_folder
 
 POLL_SECONDS = 0.5
 CHILD_LOG = "train.log"
+BAD_INPUT = 2
+"""Exit code of a child that was given bad input."""
+
+
+class RunFailed(RuntimeError):
+    """A run that began and could not go on; one line that names it and why."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,8 @@ def run_ladder(
         family: a shipped name or a path.
         runs: run names such as `d64` or `d32-seed1`.
     Raises:
-        ValueError: bad input, or a run that failed; the message names it and its log.
+        ValueError: bad input.
+        RunFailed: a run failed; the message names it and its log.
     """
     config = load_family(family)
     if config.plan_only:
@@ -63,6 +73,7 @@ def run_ladder(
     wanted = _chosen(config, runs, hero=hero)
     place = Place(make_folder(home), resolve_tracking(home, tracking))
     todo = [run for run in wanted if run_status(place.folder(run))["state"] != "done"]
+    _complete_copies([run for run in wanted if run not in todo], place)
     if not todo:
         return
     _keep_family(config.name, family_text(family), place)
@@ -86,9 +97,23 @@ def _chosen(config: LadderConfig, names: tuple[str, ...] | None, *, hero: bool) 
 
 def _keep_family(name: str, text: str, place: Place) -> None:
     """A copy of the family file beside its runs: what children and later readers use."""
-    path = make_folder(family_folder(place.home, name)) / "family.toml"
+    path = make_folder(family_folder(place.home, name)) / FAMILY_FILE
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
+
+
+def _complete_copies(done: Sequence[RunConfig], place: Place) -> None:
+    """Copies to MLflow what it lacks of finished runs, after an outage or for another store."""
+    for config in done:
+        folder = place.folder(config)
+        if is_mirrored(folder, place.tracking):
+            continue
+        log(f"{config.run}: copying to MLflow what it lacks")
+        try:
+            mirror_folder(folder, place.tracking)
+        except Exception as error:  # the runs are worth more than their copies
+            log(f"tracking {public_address(place.tracking)!r} failed ({one_line(error)}); the next call tries again")
+            return
 
 
 def train_here(config: RunConfig, place: Place, *, progress: bool) -> None:
@@ -98,8 +123,9 @@ def train_here(config: RunConfig, place: Place, *, progress: bool) -> None:
     from rungwise.ladder.watch import live_watch
 
     folder = place.folder(config)
+    before = run_status(folder)
     with ProgressView(enabled=progress) as view:
-        view.start(config.run, config.steps, step=run_status(folder)["step"])
+        view.start(config.run, config.steps, step=before["step"])
 
         def show(step: int, values: dict[str, float]) -> None:
             if "train/loss" in values:
@@ -112,7 +138,13 @@ def train_here(config: RunConfig, place: Place, *, progress: bool) -> None:
 
         watcher = live_watch(config, home=place.home)
         observers = (show,) if watcher is None else (show, watcher)
-        train_run(config, folder, cache=place.cache, tracking=place.tracking, observers=observers)
+        try:
+            train_run(config, folder, cache=place.cache, tracking=place.tracking, observers=observers)
+        except Exception as error:
+            began = run_status(folder)["attempts"] > before["attempts"]
+            if isinstance(error, ValueError | OSError) and not began:
+                raise
+            raise RunFailed(f"{config.run} failed: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bool) -> None:
@@ -121,6 +153,7 @@ def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bo
     waiting = sorted(todo, key=lambda run: run.tokens * run.model.hidden_dim**2)
     running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]] = {}
     failed: list[str] = []
+    codes: set[int] = set()
     with ProgressView(enabled=progress) as view:
         try:
             while waiting or running:
@@ -134,6 +167,7 @@ def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bo
                     if child.poll() is not None:
                         del running[name]
                         if child.returncode:
+                            codes.add(child.returncode)
                             failed.append(_failure(config, place, child.returncode))
                             log(f"{failed[-1]}; the other runs go on")
         finally:
@@ -142,7 +176,8 @@ def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bo
             for _, child in running.values():
                 child.wait()
     if failed:
-        raise ValueError(f"{len(failed)} of {len(todo)} runs failed: {'; '.join(failed)}")
+        kind = ValueError if codes == {BAD_INPUT} else RunFailed
+        raise kind(f"{len(failed)} of {len(todo)} runs failed: {'; '.join(failed)}")
 
 
 def _fits(config: RunConfig, running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]], cores: int) -> bool:
@@ -154,7 +189,7 @@ def _start_child(config: RunConfig, place: Place) -> subprocess.Popen[bytes]:
     folder = make_folder(place.folder(config))
     command = [
         *(sys.executable, "-P", "-m", "rungwise.ladder", "run"),
-        *(str(family_folder(place.home, config.family) / "family.toml"), "--rung", config.run),
+        *(str(family_folder(place.home, config.family) / FAMILY_FILE), "--rung", config.run),
         *("--home", str(place.home), "--quiet"),
     ]
     with (folder / CHILD_LOG).open("ab") as output:
@@ -163,7 +198,9 @@ def _start_child(config: RunConfig, place: Place) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"MLFLOW_TRACKING_URI": place.tracking},  # not an argument: it may hold a password
+            env=os.environ
+            | {"MLFLOW_TRACKING_URI": place.tracking}  # not an argument: it may hold a password
+            | {"RUNGWISE_TRACEBACK": "1"},  # into the log
         )
 
 
@@ -175,6 +212,8 @@ def _show(view: ProgressView, config: RunConfig, place: Place) -> None:
 
 def _failure(config: RunConfig, place: Place, code: int) -> str:
     path = place.folder(config) / CHILD_LOG
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.startswith("error: ")]
     said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+    if code < 0:
+        said = f"killed by {signal.Signals(-code).name}"
     return f"{config.run}: {said} (log: {path})"

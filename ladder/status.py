@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +44,7 @@ def run_status(folder: Path, *, steps: int | None = None, now: float | None = No
     last = max((record["attempt"] for record in attempts), default=0)
     mine = [record for record in journal.records if record.get("attempt") == last]
     metrics = [record for record in mine if record["kind"] == "metrics"]
-    state, reason = _state(folder, mine, time.time() if now is None else now)
+    state, reason = attempt_state(folder, mine, time.time() if now is None else now)
     step = max((record["step"] for record in mine), default=0)
     rate = _seconds_per_step(metrics)
     left = None
@@ -63,7 +64,12 @@ def run_status(folder: Path, *, steps: int | None = None, now: float | None = No
     }
 
 
-def _state(folder: Path, records: list[dict[str, Any]], now: float) -> tuple[str, str | None]:
+def attempt_state(folder: Path, records: Sequence[Mapping[str, Any]], now: float) -> tuple[str, str | None]:
+    """State and, if there is one, its reason.
+
+    Args:
+        records: of the last attempt: all, or its first and its last.
+    """
     if not records:
         return "not started", None
     if records[-1]["kind"] == "end":
@@ -75,7 +81,7 @@ def _state(folder: Path, records: list[dict[str, Any]], now: float) -> tuple[str
     return "stale", f"silent for {duration(silent)}; run it again to resume"
 
 
-def _is_elsewhere(records: list[dict[str, Any]]) -> bool:
+def _is_elsewhere(records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether another machine writes, whose lock may not show here."""
     start = next((record for record in records if record["kind"] == "attempt"), {})
     return start.get("host", socket.gethostname()) != socket.gethostname()

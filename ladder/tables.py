@@ -1,9 +1,11 @@
 """How results look in a terminal: each function turns the object that `--json` prints into Rich tables."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -20,14 +22,37 @@ def quantity(value: float | None) -> str:
     """A count in three significant digits with its unit prefix; an empty string where missing.
 
     >>> quantity(1_081_344), quantity(960), quantity(2.5e15), quantity(None)
-    ('1.08 M', '960', '2.5 P', '')
+    ('1.08 M', '960', '2.50 P', '')
     """
     if value is None:
         return ""
     for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if abs(value) >= 10**power:
-            return f"{value / 10**power:.3g} {prefix}"
+            return f"{_three_digits(value / 10**power)} {prefix}"
     return f"{value:.3g}"
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, trailing zeros kept, no exponent: 100, 16.8, 7.30, 0.00101."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}" if value else "0"
+
+
+def scientific(value: float) -> str:
+    """A count of FLOPs.
+
+    >>> scientific(2.6179e24)
+    '2.62e24'
+    """
+    return f"{value:.2e}".replace("e+", "e")
+
+
+def percent(share: float) -> str:
+    """A share in three significant digits, however small.
+
+    >>> percent(1.0), percent(0.1679), percent(1.01e-5)
+    ('100%', '16.8%', '0.00101%')
+    """
+    return f"{_three_digits(100 * share)}%"
 
 
 def loss_text(value: float | str | None) -> str:
@@ -36,33 +61,27 @@ def loss_text(value: float | str | None) -> str:
 
 
 def _table(title: str, *columns: str, caption: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", caption=caption)
+    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, box=box.SIMPLE_HEAD)
     table.caption_justify = "left"
     for position, name in enumerate(columns):
         table.add_column(name, justify="left" if position == 0 else "right")
     return table
 
 
-def _exact(value: float) -> str:
-    return f"{value:,}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"
-
-
 _PLAN_ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
-    ("width × layers", lambda r: f"{r['hidden_dim']} × {r['num_layers']}"),
-    ("total parameters", lambda r: quantity(r["num_params"])),
-    ("active parameters", lambda r: quantity(r["num_active_params"])),
+    ("width × layers", lambda r: f"{r['hidden_dim']:,} × {r['num_layers']}"),
+    ("parameters, total", lambda r: quantity(r["num_params"])),
+    ("parameters, active", lambda r: quantity(r["num_active_params"])),
     ("tokens", lambda r: quantity(r["tokens"])),
-    ("tokens per active parameter", lambda r: f"{r['tokens'] / r['num_active_params']:.1f}"),
-    ("steps", lambda r: _exact(r["steps"])),
-    ("batch × sequence", lambda r: f"{r['batch_size']} × {r['seq_len']}"),
-    ("learning rate", lambda r: _short(r["learning_rate"])),
-    ("training FLOPs, no head", lambda r: quantity(r["flops"])),
-    ("training FLOPs, with head", lambda r: quantity(r["flops_with_head"])),
+    ("tokens per active parameter", lambda r: f"{r['tokens_per_active_param']:.1f}"),
+    ("steps", lambda r: f"{r['steps']:,}"),
+    ("batch, sequences", lambda r: f"{r['batch_size']:,}"),
+    ("context, tokens", lambda r: f"{r['seq_len']:,}"),
+    ("learning rate", lambda r: f"{r['learning_rate']:.4g}"),
+    ("training FLOPs", lambda r: scientific(r["flops"])),
+    ("training FLOPs with head", lambda r: scientific(r["flops_with_head"])),
 )
+_LAST_OF_GROUP = frozenset(["parameters, active", "learning rate"])
 
 
 def plan_cells(plan: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str]:
@@ -72,12 +91,12 @@ def plan_cells(plan: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str
     runs = [record for record in (*plan["rungs"], hero) if record["name"] == record["rung"]]
     rows = [["seeds", *(str(seeds[record["rung"]] or 1) for record in runs)]]
     rows += [[label, *(text(record) for record in runs)] for label, text in _PLAN_ROWS]
-    rows.append(["share of the hero", *(f"{record['flops'] / hero['flops']:.2%}" for record in runs)])
+    rows.append(["share of the hero", *(percent(record["flops"] / hero["flops"]) for record in runs)])
     note = (
         f"{hero['num_experts']} experts, top {hero['top_k']}, {hero['num_shared_experts']} shared; "
         f"vocabulary {hero['vocab_size']:,}; {hero['optimizer']}; "
         f"{hero['transport']} over {hero['num_ranks']} ranks.\n"
-        f"The whole ladder costs {plan['ladder_flops_share']:.1%} of the hero's training FLOPs."
+        f"The whole ladder costs {percent(plan['ladder_flops_share'])} of the hero's training FLOPs."
     )
     return ["", *(record["name"] for record in runs)], rows, note
 
@@ -86,8 +105,10 @@ def plan_table(plan: Mapping[str, Any]) -> RenderableType:
     """Every derived number of a family."""
     columns, rows, note = plan_cells(plan)
     table = _table(f"plan of {plan['family']}", *columns, caption=note)
+    table.columns[0].no_wrap = True
+    table.columns[-1].style = "bold"
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row, end_section=row[0] in _LAST_OF_GROUP)
     return table
 
 
@@ -223,18 +244,23 @@ def demo_table(result: Mapping[str, Any]) -> RenderableType:
 
 
 def bench_table(result: Mapping[str, Any]) -> RenderableType:
-    """Every figure of `ladder bench` by its path, whatever it measured on this machine."""
-    table = _table("bench", "figure", "value")
-    for path, value in _leaves(result):
-        table.add_row(escape(path), escape(_word(value)))
-    return table
-
-
-def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        pairs = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list | tuple):
-        pairs = [(str(position), item) for position, item in enumerate(value)]
-    else:
-        return [(path, value)]
-    return [leaf for key, item in pairs for leaf in _leaves(item, f"{path}.{key}" if path else key)]
+    """What `ladder bench` measured: the ceiling, the training steps against it, the parts of a step."""
+    title = f"bench: jax {result['jax']} on {result['devices']}"
+    ceiling = f"matrix-product ceiling, float32: [bold]{result['matmul_ceiling_gflops']:,.1f}[/] GFLOP/s"
+    columns = ("", "ms", "tokens/s", "share of the ceiling", "in the best step")
+    steps = _table("training step, median", *columns)
+    for name, figures in result["steps"].items():
+        steps.add_row(
+            name,
+            f"{figures['step_ms']:,.1f}",
+            f"{figures['tokens_per_second']:,.0f}",
+            percent(figures["share_of_ceiling"]),
+            percent(figures["share_of_ceiling_best_step"]),
+        )
+    shapes = result["parts_ms"]
+    note = "Each compiled alone: within a step the compiler joins them."
+    parts = _table("parts of a layer and of a step, forward and backward, ms", "", *shapes, caption=note)
+    for name in dict.fromkeys(name for figures in shapes.values() for name in figures):
+        cells = (figures.get(name) for figures in shapes.values())
+        parts.add_row(name, *("–" if value is None else f"{value:.2f}" for value in cells))
+    return Group(f"[bold]{title}[/]", ceiling, "", steps, parts)

@@ -230,9 +230,7 @@ def _encode_cached(
         _write_whole(lengths_path, lambda file: np.save(file, lengths))
     tokens, lengths = np.asarray(np.load(tokens_path, mmap_mode="r")), np.load(lengths_path)
     if len(lengths) != len(documents) or lengths.sum() != len(tokens):
-        raise ValueError(
-            f"token cache {tokens_path}: not of corpus {corpus.name}; delete it and {lengths_path}"
-        )
+        raise ValueError(f"token cache {tokens_path}: not of corpus {corpus.name}; delete it and {lengths_path}")
     return tokens, lengths
 
 

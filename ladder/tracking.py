@@ -3,7 +3,7 @@
 `Mirror` starts a process of the lowest priority that tails the journal; `ladder/mirror.py` is that process.
 Why not a thread: `log_batch` into SQLite takes 5 ms of CPU for a step of 60 metrics (MLflow 3.17.2, 2 cores),
 3 to 10 % of a step of 50 to 150 ms, and would hold the interpreter for that long. A process of niceness 19
-takes what training leaves over, outlives a killed trainer, and completes the copy.
+takes what training leaves over, outlives a killed trainer, and completes the copy at full speed when training ends.
 """
 
 import os
@@ -13,18 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Self
 
-from rungwise.analysis.store import (
-    check_reachable,
-    find_attempts,
-    find_experiment,
-    open_client,
-    public_address,
-)
-from rungwise.ladder.home import TRACKING_VARIABLE
-
-__all__ = ["Mirror", "check_reachable", "mirror_folder", "tag_run"]
+from rungwise.analysis.records import ALERTS_FILE, EVENTS_FILE, JOURNAL_FILE, read_json
+from rungwise.analysis.store import check_reachable, public_address, sqlite_path
+from rungwise.ladder.home import TRACKING_VARIABLE, write_json
 
 FLUSH_S: Final = 30.0
+MIRRORED_FILE: Final = "mirrored.json"
 
 
 class Mirror:
@@ -87,17 +81,35 @@ def mirror_folder(folder: str | Path, tracking_uri: str) -> None:
     copy_once(Path(folder), tracking_uri)
 
 
-def tag_run(tracking_uri: str, family: str, run: str, tags: Mapping[str, str]) -> None:
-    """Set tags on the live attempt of a run, such as the watch's state.
+def mirror_forecast(file: str | Path, tracking_uri: str) -> None:
+    """Put a registered forecast, `<home>/<family>/forecasts/<hash>.json`, into MLflow, in this process.
 
     Raises:
-        ValueError: the address does not answer, or the store has no such run.
+        ValueError: the server does not answer.
     """
-    check_reachable(tracking_uri)
-    client = open_client(tracking_uri)
-    experiment = find_experiment(client, family)
-    attempts = find_attempts(client, experiment, f"{family}/{run}") if experiment else []
-    if not attempts:
-        raise ValueError(f"run {family}/{run} is not in {public_address(tracking_uri)!r}; check the names")
-    for name, value in tags.items():
-        client.set_tag(attempts[-1].info.run_id, name, value)
+    from rungwise.ladder.mirror import copy_forecast, open_experiment
+
+    if tracking_uri.startswith("http"):
+        check_reachable(tracking_uri)
+    file = Path(file)
+    copy_forecast(*open_experiment(tracking_uri, file.parents[1].name), file)
+
+
+def mark_mirrored(folder: Path, tracking_uri: str, sizes: Mapping[str, int]) -> None:
+    """Leave word in a run's folder that a store holds this many bytes of each of its journals."""
+    write_json(folder / MIRRORED_FILE, {"store": public_address(tracking_uri), "bytes": dict(sizes)})
+
+
+def is_mirrored(folder: Path, tracking_uri: str) -> bool:
+    """Whether this store holds all of a run's journals, by the word its mirror left: nothing is asked."""
+    database = sqlite_path(tracking_uri)
+    if not (folder / MIRRORED_FILE).exists() or (database is not None and not database.exists()):
+        return False
+    word = read_json(folder / MIRRORED_FILE)
+    return word["store"] == public_address(tracking_uri) and word["bytes"] == journal_sizes(folder)
+
+
+def journal_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each journal of a run."""
+    files = (folder / name for name in (JOURNAL_FILE, EVENTS_FILE, ALERTS_FILE))
+    return {file.name: file.stat().st_size for file in files if file.exists()}

@@ -4,6 +4,7 @@ The loop sends step n before it reads the figures of step n − 1, so that recor
 A run killed at any moment resumes from its last whole checkpoint and ends with the same parameters, bit for bit.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ from rungwise.model.accounting import count_flops
 
 Observer = Callable[[int, dict[str, float]], None]
 """Called with (step, every metric of the step) after the journal has it: progress bars and the watch."""
+
+DROPLESS_SEQUENCES = 64
+"""Sequences evaluated together without drops; how many changes no loss."""
 
 CEILING_SIZE = 1024
 """Edge of the square float32 product whose speed is the denominator of `perf/mfu`."""
@@ -96,14 +100,19 @@ class Evaluator:
     """Loss on the fixed held-out windows, without any effect on the run's state."""
 
     def __init__(self, config: RunConfig, held_out: HeldOut):
-        self._held_out = held_out
-        self._batch = _evaluation_batch(config, len(held_out.windows))
+        count = len(held_out.windows)
+        if count % config.batch_size:
+            raise ValueError(
+                f"evaluation.num_sequences {count} is not a multiple of the batch of {config.batch_size} sequences"
+                f" of run {config.run}; choose one that is"
+            )
+        self._held_out, self._batch = held_out, config.batch_size
         self._dropless = jax.jit(make_eval_step(config))
         self._dropping = jax.jit(make_eval_step(config, dropping=True))
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Dropless loss, overall, by subset and in bits per byte."""
-        losses = self._losses(self._dropless, state)
+        losses = self._losses(self._dropless, state, math.gcd(len(self._held_out.windows), DROPLESS_SEQUENCES))
         loss = float(np.mean(losses))
         subsets = {
             f"eval/{name}/loss": float(np.mean(losses[self._held_out.subset_ids == index]))
@@ -114,24 +123,13 @@ class Evaluator:
         return {"eval/loss": loss, "eval/bits_per_byte": bits, **subsets}
 
     def evaluate_dropping(self, state: TrainState) -> dict[str, float]:
-        """Loss through the training transport, drops included."""
-        return {"eval_dropping/loss": float(np.mean(self._losses(self._dropping, state)))}
+        """Loss through the training transport at the training batch, whose size decides what is dropped."""
+        return {"eval_dropping/loss": float(np.mean(self._losses(self._dropping, state, self._batch)))}
 
-    def _losses(self, step: Callable[[TrainState, jax.Array], jax.Array], state: TrainState) -> np.ndarray:
+    def _losses(self, step: Callable[[TrainState, jax.Array], jax.Array], state: TrainState, batch: int) -> np.ndarray:
         windows = self._held_out.windows
-        parts = [step(state, windows[at : at + self._batch]) for at in range(0, len(windows), self._batch)]
+        parts = [step(state, windows[at : at + batch]) for at in range(0, len(windows), batch)]
         return np.concatenate([np.asarray(part, np.float64) for part in parts])
-
-
-def _evaluation_batch(config: RunConfig, count: int) -> int:
-    """Sequences evaluated together: whole groups of ranks, at most the training batch's worth, dividing the set."""
-    group = config.data_replicas * config.transport.num_ranks
-    fitting = [size for size in range(group, count + 1, group) if count % size == 0]
-    if not fitting:
-        raise ValueError(
-            f"evaluation.num_sequences {count} does not divide by {group} ranks; choose a multiple of {group}"
-        )
-    return max((size for size in fitting if size <= max(config.batch_size, group)), default=fitting[0])
 
 
 def matmul_ceiling(size: int = CEILING_SIZE, tries: int = 5) -> float:

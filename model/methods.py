@@ -13,8 +13,8 @@ from rungwise.comm.config import TransportConfig
 from rungwise.comm.grouped import grouped_matmul
 from rungwise.comm.ranks import Ranks, over_ranks
 from rungwise.comm.transports import route
-from rungwise.model.moe import MoeMethod, RoutedOutput
 from rungwise.model.linear import swiglu
+from rungwise.model.moe import MoeMethod, RoutedOutput
 
 AXIS = "expert"
 

@@ -1,4 +1,4 @@
-"""What all tests share: a quiet environment, a home folder, slow tests last, no silent skips."""
+"""What all tests share: a quiet environment, the same examples each time, a home, slow tests last, no silent skips."""
 
 import fnmatch
 import os
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rungwise-tests"
 _ENVIRONMENT = {
@@ -24,6 +25,9 @@ for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 for _name in ("RUNGWISE_HOME", "MLFLOW_TRACKING_URI"):
     os.environ.pop(_name, None)
+
+settings.register_profile("rungwise", deadline=None, derandomize=True)
+settings.load_profile("rungwise")
 
 _ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 _skipped = pytest.StashKey[list[str]]()

@@ -203,7 +203,7 @@ def test_alert_storm_is_one_alert_per_rule():
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=6), seed=st.integers(0, 20), fault=st.integers(0, 399))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_replay_rows_chunks_and_whole_agree(cuts: list[int], seed: int, fault: int):
     levels = np.full(400, 3.0)
     levels[fault : fault + 150] += 0.4

@@ -80,6 +80,16 @@ def test_forecast_conditions_flag_what_is_outside_the_rungs(ladder, hero):
     assert any("seq_len" in warning for warning in forecast.warnings)
 
 
+def test_forecast_conditions_are_settings_not_sizes_costs_or_names():
+    names = "seq_len tokens_per_step tokens_per_rank num_ranks sender_capacity_factor receiver_capacity_factor"
+    settings = {"optimizer": "muon", "transport": "pooled_wave", **dict.fromkeys(names.split(), 2.0)}
+    names = "seed hidden_dim num_params data_replicas flops_with_head flops_causal flops_causal_with_head"
+    ours = {"name": "d32", "rung": "d32", "role": "rung", **dict.fromkeys(names.split(), 2.0)}
+    forecast = forecast_final(own_points().assign(**settings, **ours), {**settings, **ours, "flops": 1e23})
+    assert set(forecast.conditions) == set(settings)
+    assert not any(condition["outside"] for condition in forecast.conditions.values())
+
+
 def test_forecast_refuses_another_ratio_of_tokens_to_parameters(ladder, hero):
     plan = {**hero().plan, "tokens": 2 * hero().plan["tokens"]}
     with pytest.raises(ValueError, match="tokens per active parameter"):

@@ -116,7 +116,7 @@ attempts = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(attempts)
 def test_trajectory_equals_the_slow_reference(runs):
     restored = {number: at for number, (at, _) in enumerate(runs, start=1)}

@@ -5,7 +5,7 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rungwise.comm.capacity import capacity, exact_factor, logical_capacity
@@ -36,7 +36,6 @@ def test_capacity_refuses_empty_counts(num_assignments, num_bins):
         capacity(num_assignments, num_bins=num_bins, capacity_factor=1.0)
 
 
-@settings(deadline=None)
 @given(
     num_valid=st.integers(0, 10_000_000),
     num_bins=st.integers(1, 2000),

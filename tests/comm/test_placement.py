@@ -1,12 +1,11 @@
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rungwise.comm.placement import place, rank_within
 
 
-@settings(deadline=None)
 @given(bins=st.lists(st.integers(0, 6), min_size=1, max_size=200))
 def test_placement_rank_counts_earlier_items_of_the_bin(bins):
     num_bins = 6  # 6 itself stands for an item without bin

@@ -29,7 +29,7 @@ def check_against_rule(layer):
     return counts
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     shape=st.sampled_from([(1, 1), (1, 2), (2, 2), (4, 1), (4, 2)]),
     factor=st.sampled_from([0.5, 1.0, 1.15, 2.0]),

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rungwise.analysis.registry import register
 from rungwise.ladder.family import family_text, load_family
-from rungwise.ladder.home import run_folder, write_json
+from rungwise.ladder.home import forecasts_folder, resolve_tracking, run_folder, write_json
 from rungwise.ladder.journal import Journal
 from rungwise.ladder.plan import RunPlan, plan_ladder
-from rungwise.ladder.predict import forecast_runs, load_family_runs, register_forecast
+from rungwise.ladder.predict import forecast_runs, load_family_runs
+from rungwise.ladder.tracking import journal_sizes, mark_mirrored
 
 FLOOR, AMPLITUDE, EXPONENT = 1.2, 900.0, 0.25
 """The planted law, nats: loss = FLOOR + AMPLITUDE · FLOPs^-EXPONENT."""
@@ -44,6 +46,7 @@ def write_run(home: Path, family: str, plan: RunPlan, *, steps: int | None = Non
             journal.write(step, values)
         if steps is None:
             journal.end(plan.steps, "finished")
+    mark_mirrored(folder, resolve_tracking(home), journal_sizes(folder))
 
 
 def _excess(progress: float) -> float:
@@ -83,18 +86,18 @@ def _config(family: str, plan: RunPlan) -> Mapping[str, Any]:
 
 
 @pytest.fixture
-def rungs_home(home: Path) -> Path:
-    """A home whose `tiny` rungs have finished."""
+def rungs_home(tracked_home: Path) -> Path:
+    """A home whose `tiny` rungs have finished, and their mirrors too, by what those leave in the folders."""
     for plan in plan_ladder(load_family("tiny")).rungs:
-        write_run(home, "tiny", plan)
-    return home
+        write_run(tracked_home, "tiny", plan)
+    return tracked_home
 
 
 @pytest.fixture
 def registered_home(rungs_home: Path) -> Path:
     """The same with a forecast registered and the family file beside it, as the runner leaves them."""
     runs = load_family_runs("tiny", home=rungs_home)
-    register_forecast(forecast_runs(runs), runs, home=rungs_home)
+    register(forecast_runs(runs), forecasts_folder(rungs_home, "tiny"))
     (rungs_home / "tiny" / "family.toml").write_text(family_text("tiny"))
     return rungs_home
 

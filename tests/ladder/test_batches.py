@@ -17,7 +17,7 @@ GOLDEN = {0: "cffd7cfcc13ac08a", 1000: "c9e4feec38031fc2"}
 A new value ends comparability with older runs: right only with a new corpus or shuffle."""
 GOLDEN_HELD_OUT = "ea3ef4e4da469633"
 
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 """Grain's shuffle takes milliseconds an item where there are only a dozen."""
 lengths = st.lists(st.integers(1, 90), min_size=2, max_size=40)
 seeds = st.integers(0, 2**40)
@@ -99,9 +99,7 @@ def test_batch_never_holds_held_out_text(sizes: list[int], seq_len: int, seed: i
 
 @few
 @given(lengths, st.integers(1, 8), st.integers(1, 5), seeds)
-def test_batch_shows_each_target_once_an_epoch(
-    sizes: list[int], seq_len: int, batch_size: int, seed: int
-) -> None:
+def test_batch_shows_each_target_once_an_epoch(sizes: list[int], seq_len: int, batch_size: int, seed: int) -> None:
     tokens = tokens_of(sizes)
     num_windows = count_windows(tokens.train.num_tokens, seq_len=seq_len)
     if num_windows == 0:
@@ -123,9 +121,7 @@ def test_batch_order_does_not_depend_on_batch_size(one: int, other: int, seed: i
     tokens = twelve_windows()
     orders = [
         np.concatenate([batches.window_indices(step) for step in range(24 // batches.batch_size)])
-        for batches in (
-            Batches(tokens, seq_len=4, batch_size=b, seed=seed, max_epochs=2) for b in (one, other)
-        )
+        for batches in (Batches(tokens, seq_len=4, batch_size=b, seed=seed, max_epochs=2) for b in (one, other))
     ]
     shared = min(map(len, orders))
     assert orders[0][:shared].tolist() == orders[1][:shared].tolist()
@@ -147,9 +143,7 @@ def test_batch_continues_after_a_resume_in_the_middle_of_the_second_epoch() -> N
 
     Not the third of epoch 0 (the epoch counter reset) and not the first of epoch 0 (the loader restarted).
     """
-    straight, resumed = (
-        Batches(twelve_windows(), seq_len=4, batch_size=2, seed=3, max_epochs=2) for _ in range(2)
-    )
+    straight, resumed = (Batches(twelve_windows(), seq_len=4, batch_size=2, seed=3, max_epochs=2) for _ in range(2))
     ids = [straight.window_indices(step).tolist() for step in range(12)]
     first, second = np.concatenate(ids[:6]).tolist(), np.concatenate(ids[6:]).tolist()
     assert sorted(first) == sorted(second) == list(range(12))
@@ -215,9 +209,7 @@ def test_source_fractions_weigh_the_targets_of_each_subset(sizes: list[int], seq
     targets = [int(token) for token in batches.batch(0)[:, 1:].ravel()]
     fractions = batches.source_fractions(0)
     assert sum(fractions.values()) == pytest.approx(1)
-    separators = targets.count(0) / len(
-        targets
-    )  # they open a document of their own subset: at most that far off
+    separators = targets.count(0) / len(targets)  # they open a document of their own subset: at most that far off
     for subset, fraction in fractions.items():
         counted = sum(token > 0 and "abc"[(token - 0x21) % 3] == subset for token in targets) / len(targets)
         assert counted <= fraction + 1e-9 <= counted + separators + 2e-9

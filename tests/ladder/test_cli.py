@@ -44,8 +44,8 @@ def test_cli_plan_json_has_the_promised_fields(ladder):
 
 
 def test_cli_plan_table_names_every_rung_once(ladder):
-    head = ladder("plan", "tiny").stdout.splitlines()[2]
-    assert [cell.strip() for cell in head.split("┃")[2:-1]] == ["d32", "d48", "d64", "d80", "hero"]
+    lines = ladder("plan", "tiny").stdout.splitlines()
+    assert [line.split() for line in lines].count(["d32", "d48", "d64", "d80", "hero"]) == 1
 
 
 @pytest.mark.parametrize(

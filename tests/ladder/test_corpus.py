@@ -9,7 +9,7 @@ from random import Random
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rungwise.ladder import corpus as corpus_module
@@ -137,9 +137,7 @@ def test_own_folder_passes_over_hidden_files(tmp_path: Path) -> None:
         ([{"id": "a", "text": "one", "subset": "x y"}, {"text": "two"}], "subset 'x y' names a metric"),
     ],
 )
-def test_own_text_unfit_for_use_is_refused(
-    content: list[dict[str, str]], message: str, tmp_path: Path
-) -> None:
+def test_own_text_unfit_for_use_is_refused(content: list[dict[str, str]], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as error:
         load_corpus(write_jsonl(tmp_path, content))
     assert "\n" not in str(error.value)
@@ -159,9 +157,7 @@ def test_own_text_unfit_for_use_is_refused(
         ("noise.parquet", b"noise noise noise", "not a Parquet file"),
     ],
 )
-def test_own_file_unreadable_is_refused(
-    name: str, content: bytes | None, message: str, tmp_path: Path
-) -> None:
+def test_own_file_unreadable_is_refused(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:
@@ -180,7 +176,6 @@ def test_own_folder_unreadable_is_refused(tmp_path: Path) -> None:
         load_corpus(folder)
 
 
-@settings(deadline=None)
 @given(records)
 def test_held_out_has_both_sides_of_the_corpus_and_of_each_large_subset(documents: list[Record]) -> None:
     held = choose_held_out(documents)
@@ -213,7 +208,6 @@ def test_held_out_share_is_the_one_asked_for() -> None:
     assert abs(share - HELD_OUT_FRACTION) < 4 * (HELD_OUT_FRACTION / count) ** 0.5
 
 
-@settings(deadline=None)
 @given(records, st.randoms(use_true_random=False))
 def test_hash_ignores_order_and_sees_every_field(documents: list[Record], random: Random) -> None:
     shuffled = documents.copy()

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from rungwise.model.transformer import init_params
 RUN = load_family("tiny").rung_runs[0]
 
 
-def _by_name(tree: object) -> dict[str, object]:
+def _by_name(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -60,8 +62,8 @@ def test_muon_orthogonalises_each_expert_on_its_own():
     grads["layers"]["moe"]["experts"]["gate_up"] *= scale
     optimizer = build_optimizer(RUN)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    rate = float(learning_rate_schedule(RUN)(0))
-    gate_up = np.asarray(updates["layers"]["moe"]["experts"]["gate_up"])
+    rate = np.asarray(learning_rate_schedule(RUN)(0))
+    gate_up = np.asarray(_by_name(updates)["layers.moe.experts.gate_up"])
     for expert in (8, 20, 31):
         for half in (0, 1):
             singular = np.linalg.svd(gate_up[0, expert, :, half, :], compute_uv=False) / rate
@@ -71,7 +73,7 @@ def test_muon_orthogonalises_each_expert_on_its_own():
 
 def test_schedule_warms_up_then_decays_to_the_final_fraction():
     schedule = learning_rate_schedule(RUN)
-    rates = np.asarray([float(schedule(step)) for step in range(RUN.steps)])
+    rates = np.asarray([schedule(step) for step in range(RUN.steps)])
     warmup = round(RUN.optimizer.warmup_fraction * RUN.steps)
     assert rates[0] == pytest.approx(RUN.learning_rate / warmup)
     assert rates.max() == pytest.approx(RUN.learning_rate)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rungwise.ladder.corpus import Corpus, Document, load_corpus
@@ -28,9 +28,7 @@ texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 
 
 def small_corpus(held_out: str = "The fourth text is held out, and never seen.") -> Corpus:
-    train = [
-        f"Document {i}: the theory of the thing, then the other things. Größe ×{i} → 二\n" for i in range(40)
-    ]
+    train = [f"Document {i}: the theory of the thing, then the other things. Größe ×{i} → 二\n" for i in range(40)]
     documents = [Document(f"{i:02}", "ab"[i % 2], "train", text * 3) for i, text in enumerate(train)]
     held = [Document("h1", "a", "held_out", held_out), Document("h2", "b", "held_out", held_out[::-1])]
     return Corpus("small", (*documents, *held), sha256=str(hash(held_out)), licence="ours")
@@ -43,7 +41,6 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(deadline=None)
 @given(text=texts)
 def test_tokenizer_round_trip_is_exact(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -51,7 +48,6 @@ def test_tokenizer_round_trip_is_exact(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(deadline=None)
 @given(text=texts)
 def test_tokenizer_accounts_for_every_byte_and_keeps_the_separator_free(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]

@@ -2,50 +2,68 @@
 
 import threading
 
+from rungwise.analysis.source import load_run
 from rungwise.ladder.family import load_family
 from rungwise.ladder.home import run_folder
-from rungwise.ladder.watch import follow_run, judge_run, live_watch, recorded_alerts
+from rungwise.ladder.watch import (
+    Verdict,
+    follow_run,
+    judge_loaded,
+    judge_run,
+    live_watch,
+    load_watched,
+    recorded_alerts,
+)
 
 HERO = load_family("tiny").hero_run
+
+
+def judge(home, run="hero") -> Verdict:
+    return judge_run(load_watched("tiny", run, home=home), run, home=home)
+
+
+def follow(home, run="hero", **keywords) -> Verdict:
+    tracking = keywords.get("tracking")
+    return follow_run(load_watched("tiny", run, home=home, tracking=tracking), run, home=home, every=0.02, **keywords)
 
 
 def test_watch_writes_each_state_of_an_alert_once(registered_home, write_hero):
     write_hero(shift=0.3)
     folder = run_folder(registered_home, "tiny", "hero")
-    judge_run("tiny", "hero", home=registered_home)
+    judge(registered_home)
     written = (folder / "alerts.jsonl").read_text()
-    judge_run("tiny", "hero", home=registered_home)
+    judge(registered_home)
     assert (folder / "alerts.jsonl").read_text() == written
-    assert [alert["rule"] for alert in recorded_alerts(folder)] == ["forecast_miss"]
+    assert [alert["rule"] for alert in recorded_alerts(load_run(folder))] == ["forecast_miss"]
 
 
 def test_watch_replay_writes_nothing(registered_home, write_hero):
     write_hero(shift=0.3)
-    assert judge_run("tiny", "hero", home=registered_home, record=False).state == "alert"
+    assert judge_loaded(load_watched("tiny", "hero", home=registered_home), "hero").state == "alert"
     assert not (run_folder(registered_home, "tiny", "hero") / "alerts.jsonl").exists()
 
 
 def test_watch_followed_and_judged_afterwards_agree(registered_home, write_hero):
     verdicts = []
     follower = threading.Thread(
-        target=lambda: verdicts.append(follow_run("tiny", "hero", home=registered_home, every=0.02))
+        target=lambda: verdicts.append(follow(registered_home))
     )
     follower.start()
     write_hero(shift=0.3)
     follower.join(timeout=60)
-    later = judge_run("tiny", "hero", home=registered_home)
+    later = judge(registered_home)
     assert [alert.rule for alert in verdicts[0].alerts] == [alert.rule for alert in later.alerts]
     assert (verdicts[0].state, verdicts[0].step) == (later.state, later.step) == ("alert", HERO.steps)
 
 
 def test_watch_says_which_condition_no_longer_holds(registered_home, write_hero):
     write_hero(change={"optimizer": "adamw"})
-    remarks = judge_run("tiny", "hero", home=registered_home).remarks
+    remarks = judge(registered_home).remarks
     assert remarks == ("condition broken: the forecast is for optimizer muon, the run has adamw",)
 
 
 def test_watch_of_a_rung_needs_no_forecast(rungs_home):
-    verdict = judge_run("tiny", "d80", home=rungs_home)
+    verdict = judge(rungs_home, "d80")
     assert verdict.state == "healthy"
 
 

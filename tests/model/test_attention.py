@@ -28,11 +28,11 @@ def test_attend_equals_plain_softmax_with_its_gradient(monkeypatch: pytest.Monke
     target = jnp.asarray(np.random.default_rng(1).normal(size=query.shape))
     limit = jnp.asarray(window)
 
-    def written_out(*args):
-        return jnp.sum(attend(*args, limit)[0] * target)
+    def written_out(query, key, value):
+        return jnp.sum(attend(query, key, value, limit)[0] * target)
 
-    def automatic(*args):
-        return jnp.sum(_plain(*args, limit) * target)
+    def automatic(query, key, value):
+        return jnp.sum(_plain(query, key, value, limit) * target)
 
     np.testing.assert_allclose(
         attend(query, key, value, limit)[0], _plain(query, key, value, limit), rtol=2e-5, atol=2e-6

@@ -1,0 +1,32 @@
+"""The bench measures the code that trains: every part runs at a rung's shape, and the tables show every figure."""
+
+import math
+
+import pytest
+from rich.console import Console
+
+from rungwise.ladder.bench import bench_parts, on_one_rank
+from rungwise.ladder.family import load_family
+from rungwise.ladder.tables import bench_table
+
+
+@pytest.mark.slow
+def test_bench_parts_run_at_a_rungs_shape():
+    rung = load_family("tiny").rung_runs[0]
+    ranks, one = bench_parts(rung), bench_parts(on_one_rank(rung))
+    assert ranks.keys() == one.keys()
+    assert all(math.isfinite(figure) and figure > 0 for figure in (*ranks.values(), *one.values()))
+
+
+def test_bench_tables_show_every_figure():
+    figures = {"step_ms": 31.25, "tokens_per_second": 65536.0, "share_of_ceiling": 0.31,
+               "share_of_ceiling_best_step": 0.3333}  # fmt: skip
+    result = {
+        "jax": "0.0", "devices": "1 × cpu", "matmul_ceiling_gflops": 123.4, "steps": {"shape": figures},
+        "parts_ms": {"shape": {"router": 1.234}},
+    }  # fmt: skip
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(bench_table(result))
+    for shown in ("jax 0.0 on 1 × cpu", "123.4 GFLOP/s", "31.2", "65,536", "31.0%", "33.3%", "router", "1.23"):
+        assert shown in capture.get()
