@@ -6,11 +6,13 @@ fault: docs/log.md.
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 
 from rungwise.analysis.alerts import Row, Signal
+from rungwise.analysis.curves import at_progress, registered_curve
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.laws import PowerLaw
 
@@ -159,8 +161,8 @@ class LossLevel:
     r = loss - curve(progress) (the loss itself without a curve). While quiet, the median and spread of the
     last r are the baseline; a one-sided CUSUM of the clipped standardised r accumulates what exceeds an
     allowance, and while it does the baseline stays frozen, so that a fault cannot teach it. A steady lead or
-    lag against the forecast is no alert, and the curve may be wrong by `SLOPE_ERROR` of its own fall since
-    the baseline: early on that is most of what r does.
+    lag against the forecast is no alert, nor is a rise of r by less than the curve's slope error times its
+    fall since the baseline: an early lead that shrinks is the forecast's shape, not the run.
     """
 
     rule, metric, family, calm_rows = "loss_level", "train/loss", "run_change", 40
@@ -171,13 +173,15 @@ class LossLevel:
     CLIP: Final = 3.0
     ALLOWANCE: Final = 0.25
     """Deviations; half the smallest shift worth finding. The baseline's own uncertainty is added."""
-    SLOPE_ERROR: Final = 0.35
     THRESHOLD: Final = 25.0
+    """Deviations; times 1 + the curve's slope error while the loss is not above the registered band."""
     RECENT: Final = 40
+    CRITICAL_SIGMA: Final = 6.0
+    CRITICAL_SHARE: Final = 0.1
+    """Stands in for the band's upper half where there is no curve, as a share of the loss."""
 
     def __init__(self, forecast: Forecast | None = None):
-        table = forecast.curve_table(self.metric) if forecast else None
-        self._curve = None if table is None else {key: table[key].to_numpy(dtype=float) for key in table}
+        self._curve = registered_curve(forecast, self.metric)
         self._law = forecast_law(forecast)
         self._window = _Window(self.WINDOW)
         self._rows = 0
@@ -195,29 +199,30 @@ class LossLevel:
         loss = row.values.get(self.metric)
         if loss is None or not math.isfinite(loss):
             return None
-        reference = self._reference(row)
-        if reference is None:
+        registered = self._registered(row)
+        if registered is None:
             return None
         self._rows += 1
+        reference = registered["loss"]
         residual = loss - reference
         if len(self._window) < self.MIN_ROWS:
             self._window.add(row.step, residual, reference)
             return None
         middle, spread, anchor = self._fresh_baseline(loss)
         allowance = self.ALLOWANCE + 2.0 / math.sqrt(len(self._window))
-        allowance += self.SLOPE_ERROR * max(anchor - reference, 0.0) / spread
+        allowance += registered["slope_error"] * max(anchor - reference, 0.0) / spread
         score = min(max((residual - middle) / spread, -self.CLIP), self.CLIP)
         self._accumulate((row.step, residual, reference), score - allowance)
         self._recent.append(residual - middle)
-        return self._signal(row, loss, expected=reference + middle, spread=spread)
+        return self._signal(row, registered, expected=reference + middle, spread=spread)
 
-    def _reference(self, row: Row) -> float | None:
-        """The registered curve at this progress; None before the curve begins."""
+    def _registered(self, row: Row) -> Mapping[str, float] | None:
+        """The registered curve at this progress; None before it begins, zero and a wide band without one."""
         if self._curve is None:
-            return 0.0
+            return {"loss": 0.0, "low": -math.inf, "high": math.inf, "slope_error": 0.0}
         if row.progress is None or row.progress < self._curve["progress"][0]:
             return None
-        return float(np.interp(min(row.progress, 1.0), self._curve["progress"], self._curve["loss"]))
+        return at_progress(self._curve, row.progress)
 
     def _fresh_baseline(self, loss: float) -> tuple[float, float, float]:
         """(median of r, spread of r, the curve where the baseline was taken), renewed while the sum is zero."""
@@ -238,28 +243,40 @@ class LossLevel:
                 self._window.add(*pending)
             self._pending.clear()
 
-    def _signal(self, row: Row, loss: float, *, expected: float, spread: float) -> Signal:
+    def _signal(self, row: Row, registered: Mapping[str, float], *, expected: float, spread: float) -> Signal:
         recent = list(self._recent)
-        level = self._sum / self.THRESHOLD
+        shift = float(np.median(recent if self._opening else recent[-self.RECENT // 2 :]))
+        low, now, high = registered["low"], expected + shift, registered["high"]
         if self._opening is None:
-            shift = float(np.median(recent[-self.RECENT // 2 :]))
+            level = self._sum / (self.THRESHOLD * (1.0 if now > high else 1.0 + registered["slope_error"]))
             self._opening = max(shift, 1e-9) if level >= 1.0 else None
         else:
-            shift = float(np.median(recent))
             level = shift / self._opening
         cost = None
         if self._law is not None and shift > 0:
             cost = self._law.compute_factor(expected, shift) - 1.0
+        over = "its own recent level"
+        if self._curve is not None:
+            side = "above" if now > high else "below" if now < low else "inside"
+            over = f"the registered curve, re-anchored to this run, {side} its band [{low:.4f}, {high:.4f}]"
         return Signal(
             level=level,
-            observed=expected + shift,
+            observed=now,
             expected=expected,
             since=self._since if self._since is not None else row.step,
-            severity="critical" if shift > 0.1 * expected else "warning",
+            severity="critical" if self._is_critical(registered, now, expected=expected, spread=spread) else "warning",
             cost=cost if cost is None or math.isfinite(cost) else None,
-            explanation=f"training loss runs {shift:+.4f} nats ({shift / spread:+.1f} deviations) over "
-            + ("its own recent level" if self._curve is None else "the registered curve, re-anchored to this run"),
+            explanation=f"training loss runs {shift:+.4f} nats ({shift / spread:+.1f} deviations) over {over}",
         )
+
+    def _is_critical(self, registered: Mapping[str, float], now: float, *, expected: float, spread: float) -> bool:
+        """Whether the rise took the loss out of the registered band or, outside it, exceeds noise and half band."""
+        high = registered["high"]
+        if self._curve is None:
+            return now - expected > max(self.CRITICAL_SIGMA * spread, self.CRITICAL_SHARE * expected)
+        if registered["low"] <= now <= high:
+            return False
+        return expected <= high < now or now - expected > max(self.CRITICAL_SIGMA * spread, high - registered["loss"])
 
     def rebaseline(self, step: int) -> None:
         self._window.rows.clear()
@@ -318,10 +335,9 @@ class ForecastMiss:
     TRAIN_ROWS: Final = 20
 
     def __init__(self, forecast: Forecast):
-        tables = {name: forecast.curve_table(name) for name in ("eval/loss", "train/loss")}
-        self.metric = next((name for name, table in tables.items() if table is not None), forecast.metric)
-        table = tables.get(self.metric)
-        self._curve = None if table is None else {key: table[key].to_numpy(dtype=float) for key in table}
+        registered = {row["metric"] for row in forecast.curve}
+        self.metric = next((name for name in ("eval/loss", "train/loss") if name in registered), forecast.metric)
+        self._curve = registered_curve(forecast, self.metric)
         self._law = forecast_law(forecast)
         self._recent: deque[tuple[float, float]] = deque(maxlen=1 if self.metric == "eval/loss" else self.TRAIN_ROWS)
         self._run = 0
@@ -335,9 +351,8 @@ class ForecastMiss:
         at, loss = (float(np.median(column)) for column in zip(*self._recent, strict=True))
         if at < self._curve["progress"][0] or len(self._recent) < (self._recent.maxlen or 1):
             return None
-        expected, low, high = (
-            float(np.interp(min(at, 1.0), self._curve["progress"], self._curve[key])) for key in ("loss", "low", "high")
-        )
+        registered = at_progress(self._curve, at)
+        expected, low, high = (registered[key] for key in ("loss", "low", "high"))
         above = loss > expected
         distance = (loss - expected) / max(high - expected if above else low - expected, 1e-9, key=abs)
         self._run = self._run + 1 if distance > 1.0 else 0
@@ -352,7 +367,8 @@ class ForecastMiss:
             severity="warning" if above else "info",
             cost=cost if cost is None or math.isfinite(cost) else None,
             explanation=f"{self.metric} {loss:.4f} lies {'above' if above else 'below'} the registered "
-            f"[{low:.4f}, {high:.4f}] at {at:.0%} of the run",
+            f"[{low:.4f}, {high:.4f}] at {at:.0%} of the run, {abs(loss - expected):.4f} nats "
+            f"{'behind' if above else 'ahead of'} the forecast",
         )
 
     def rebaseline(self, step: int) -> None: ...

@@ -91,7 +91,7 @@ class Forecast:
         """The same forecast with the rows of `forecast_curve` for one metric added (replacing that metric's)."""
         name = metric or self.metric
         rows = [row for row in self.curve if row["metric"] != name]
-        columns = ("progress", "loss", "low", "high")
+        columns = [key for key in ("progress", "loss", "low", "high", "slope_error") if key in table]
         for row in zip(*(np.asarray(table[key], dtype=float).tolist() for key in columns), strict=True):
             rows.append({"metric": name, **dict(zip(columns, row, strict=True))})
         return replace(self, curve=rows)

@@ -67,11 +67,7 @@ class Batches:
         Raises:
             ValueError: `steps` steps are more than `max_epochs` epochs.
         """
-        if steps * self.batch_size > self.max_epochs * self.num_windows:
-            raise ValueError(
-                f"steps {steps}: {self.epochs(steps):.3f} epochs of {self.num_windows} windows, more than "
-                f"max_epochs {self.max_epochs:g}; train on fewer tokens, add text, or raise max_epochs"
-            )
+        check_budget(self.num_windows, steps=steps, batch_size=self.batch_size, max_epochs=self.max_epochs)
 
     def source_fractions(self, step: int) -> dict[str, float]:
         """Share of the batch's target tokens that comes from each subset; they sum to 1."""
@@ -147,6 +143,18 @@ def count_windows(num_tokens: int, *, seq_len: int) -> int:
     (1, 0)
     """
     return max(0, num_tokens - 1) // seq_len
+
+
+def check_budget(num_windows: int, *, steps: int, batch_size: int, max_epochs: float) -> None:
+    """
+    Raises:
+        ValueError: `steps` steps are more than `max_epochs` epochs; says how many they are.
+    """
+    if steps * batch_size > max_epochs * num_windows:
+        raise ValueError(
+            f"steps {steps}: {steps * batch_size / max(num_windows, 1):.3f} epochs of {num_windows} windows, more than "
+            f"max_epochs {max_epochs:g}; train on fewer tokens, add text, or raise max_epochs"
+        )
 
 
 def mean_documents(stream: Stream, *, seq_len: int) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rungwise.comm.config import TransportConfig
+from rungwise.ladder.backend import keep_freed_memory
 from rungwise.ladder.console import log
 from rungwise.ladder.family import RunConfig, load_family
 from rungwise.ladder.optimizer import build_optimizer
@@ -193,6 +195,32 @@ def _normal(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
+def bench_overhead(config: RunConfig, *, rows: int = 200) -> dict[str, float]:
+    """Milliseconds a step spends on being recorded and judged: naming, journal and watch, all in the training process.
+
+    The copy to MLflow is a process of its own at the lowest priority and is not in this figure.
+    """
+    from rungwise.analysis.divergence import Monitor
+    from rungwise.ladder.journal import Journal
+    from rungwise.ladder.metrics import step_metrics
+
+    tokens = jnp.zeros((config.batch_size, config.model.seq_len + 1), jnp.int32)
+    _, figures = jax.jit(make_train_step(config))(init_state(config), tokens)
+    jax.block_until_ready(figures)
+    monitor, times = Monitor(), []
+    with TemporaryDirectory() as folder, Journal(folder, family=config.family, run=config.run) as journal:
+        journal.start_attempt(0)
+        for step in range(1, rows + 1):
+            start = time.perf_counter()
+            values, layers = step_metrics(jax.device_get(figures))
+            values["train/loss"] = 2.0 + 0.01 * (step % 7)
+            journal.write(step, values, layers=layers)
+            monitor.update({"step": step, "progress/tokens": float(step * config.tokens_per_step), **values})
+            times.append(time.perf_counter() - start)
+        journal.end(rows, "finished")
+    return {"record_and_judge_ms": 1e3 * median(times)}
+
+
 def _rows_per_expert(config: RunConfig) -> int:
     assignments = config.tokens_per_step * config.model.top_k
     return round(config.transport.receiver_capacity_factor * assignments / config.model.num_experts)
@@ -216,10 +244,15 @@ def _median_ms(function: Callable[..., Any], *inputs: Any, tries: int = 9) -> fl
 def run_bench() -> dict[str, Any]:
     """Everything `ladder bench` prints."""
     config = load_family("tiny").hero_run
+    keep_freed_memory()
+    steps = bench_steps()
+    overhead = bench_overhead(config)
+    overhead["share_of_step"] = overhead["record_and_judge_ms"] / steps["steps"][cases()[0].name]["step_ms"]
     return {
         "jax": jax.__version__,
         "devices": f"{len(jax.devices())} × {jax.devices()[0].platform}",
-        **bench_steps(),
+        **steps,
+        "tracking_and_watch": overhead,
         "parts_ms": {
             "tiny hero, virtual ranks": bench_parts(config),
             "tiny hero, one rank": bench_parts(on_one_rank(config)),

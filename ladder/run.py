@@ -16,6 +16,7 @@ from pathlib import Path
 from rungwise.analysis.store import public_address
 from rungwise.ladder.backend import prepare_backend
 from rungwise.ladder.console import ProgressView, log, one_line
+from rungwise.ladder.data import check_budgets
 from rungwise.ladder.family import LadderConfig, RunConfig, family_text, load_family
 from rungwise.ladder.home import FAMILY_FILE, family_folder, make_folder, resolve_tracking, run_folder
 from rungwise.ladder.status import run_status
@@ -76,6 +77,7 @@ def run_ladder(
     _complete_copies([run for run in wanted if run not in todo], place)
     if not todo:
         return
+    check_budgets(todo, place.cache)
     _keep_family(config.name, family_text(family), place)
     if len(todo) == 1:
         train_here(todo[0], place, progress=progress)

@@ -257,10 +257,15 @@ def bench_table(result: Mapping[str, Any]) -> RenderableType:
             percent(figures["share_of_ceiling"]),
             percent(figures["share_of_ceiling_best_step"]),
         )
+    overhead = result["tracking_and_watch"]
+    recorded = (
+        f"recording and judging a step: {overhead['record_and_judge_ms']:.2f} ms,"
+        f" {percent(overhead['share_of_step'])} of the tiny hero's"
+    )
     shapes = result["parts_ms"]
     note = "Each compiled alone: within a step the compiler joins them."
     parts = _table("parts of a layer and of a step, forward and backward, ms", "", *shapes, caption=note)
     for name in dict.fromkeys(name for figures in shapes.values() for name in figures):
         cells = (figures.get(name) for figures in shapes.values())
         parts.add_row(name, *("–" if value is None else f"{value:.2f}" for value in cells))
-    return Group(f"[bold]{title}[/]", ceiling, "", steps, parts)
+    return Group(f"[bold]{title}[/]", ceiling, "", steps, recorded, "", parts)

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from rungwise.ladder.batches import Batches, HeldOut, held_out_windows
+from rungwise.ladder.batches import HeldOut
 from rungwise.ladder.checkpoint import Checkpoints
-from rungwise.ladder.corpus import load_corpus
+from rungwise.ladder.data import RunData, load_data
 from rungwise.ladder.family import RunConfig
 from rungwise.ladder.home import make_folder
 from rungwise.ladder.journal import Journal
@@ -30,7 +30,7 @@ from rungwise.ladder.step import (
     state_to_tree,
     tree_to_state,
 )
-from rungwise.ladder.tokenizer import Tokens, bits_per_byte, build_tokenizer, tokenize
+from rungwise.ladder.tokenizer import bits_per_byte
 from rungwise.ladder.tracking import Mirror
 from rungwise.model.accounting import count_flops
 
@@ -42,14 +42,6 @@ DROPLESS_SEQUENCES = 64
 
 CEILING_SIZE = 1024
 """Edge of the square float32 product whose speed is the denominator of `perf/mfu`."""
-
-
-class RunData(NamedTuple):
-    """Text of a run, ready to train on."""
-
-    batches: Batches
-    held_out: HeldOut
-    corpus_hash: str
 
 
 @dataclass
@@ -66,34 +58,6 @@ class Schedule:
 
     def __contains__(self, step: int) -> bool:
         return step in self.marks
-
-
-def load_tokens(config: RunConfig, cache: Path) -> Tokens:
-    """The run's corpus in its tokenizer's ids."""
-    corpus = load_corpus(config.data.path or "python-docs")
-    tokenizer = build_tokenizer(
-        corpus, kind=config.data.tokenizer, vocab_size=config.model.vocab_size, cache=make_folder(cache)
-    )
-    return tokenize(corpus, tokenizer, cache=cache)
-
-
-def load_data(config: RunConfig, cache: Path) -> RunData:
-    """Batches and held-out windows of a run.
-
-    Raises:
-        ValueError: the corpus is empty, or shorter than the token budget allows.
-    """
-    tokens = load_tokens(config, cache)
-    batches = Batches(
-        tokens,
-        seq_len=config.model.seq_len,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        max_epochs=config.data.max_epochs,
-    )
-    batches.check_budget(config.steps)
-    held_out = held_out_windows(tokens, seq_len=config.model.seq_len, count=config.evaluation.num_sequences)
-    return RunData(batches, held_out, tokens.corpus_hash)
 
 
 class Evaluator:

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rungwise.analysis.curves import SHAPES, forecast_curve, smooth_curve
+from rungwise.analysis.curves import MEASURED_SHARE, SHAPES, forecast_curve, smooth_curve, unmeasured_slope_error
 from rungwise.analysis.forecast import forecast_final
 from rungwise.analysis.points import ladder_points
 
@@ -64,6 +64,21 @@ def test_curve_shape_is_chosen_by_held_out_error():
     assert table.attrs["errors"]["same_ratio"] == pytest.approx(0.0, abs=1e-12)
     assert table.attrs["errors"]["same_excess"] > 0.01
     np.testing.assert_allclose(table["loss"] / table["loss"].iloc[-1], ratio, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("kept", "size"), [(1.0, 0.0), (0.7, 2.91999 * 0.3 / 2**0.5), (0.2, 1.0)])
+def test_slope_error_is_what_held_out_rungs_left_of_their_forecast_falls(kept: float, size: float):
+    """The top rung keeps a share of the fall that its peers have: 1 - kept, times Student's t of two over root 2."""
+    progress = np.geomspace(0.02, 1.0, 50)
+    log_ratio = np.log(1.0 + 0.3 * (progress**-0.4 - 1.0))
+    tables = [
+        pd.DataFrame({"run": str(c), "flops": c, "progress": progress, "loss": end * np.exp(share * log_ratio)})
+        for c, end, share in ((1.0, 2.1, 1.0), (4.0, 1.84, 1.0), (16.0, 1.61, 1.0), (64.0, 1.43, kept))
+    ]
+    table = forecast_curve(pd.concat(tables), {"flops": 300.0})
+    least = MEASURED_SHARE * unmeasured_slope_error(table["progress"])
+    np.testing.assert_allclose(table["slope_error"], np.maximum(size, least), rtol=0.15)  # shapes differ a little
+    assert np.all(np.diff(table["slope_error"]) <= 1e-12)
 
 
 def test_curve_forecast_is_kept_in_the_forecast(ladder, hero, curves):

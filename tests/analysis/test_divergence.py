@@ -161,6 +161,7 @@ def test_better_than_forecast_is_information(hero, registered: Forecast):
     table[["train/loss", "eval/loss"]] -= 0.2
     alerts = replay(table, registered)
     assert {(alert.rule, alert.severity) for alert in alerts} == {("forecast_miss", "info")}
+    assert all("nats ahead of the forecast" in alert.explanation for alert in alerts)
     assert overall_state(alerts) == "healthy"
 
 

@@ -1,25 +1,23 @@
-import contextlib
 import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from rungwise.analysis.registry import load_registered, load_registered_mlflow
 from rungwise.analysis.source import load_run, load_run_mlflow
-from rungwise.analysis.store import find_attempts, find_experiment, open_client, read_artifact, read_points
+from rungwise.analysis.store import PointReader, find_attempts, find_experiment, find_forecasts, open_client
 from rungwise.analysis.vocabulary import TAG_FORECAST_HASH, TAG_MIRRORED_BYTES, TAG_WATCH_STATE
 from rungwise.ladder.home import forecasts_folder, resolve_tracking, run_folder, write_json
-from rungwise.ladder.journal import Journal, append_event
-from rungwise.ladder.tracking import Mirror, mirror_folder, tag_run
+from rungwise.ladder.journal import Journal, append_event, append_verdict
+from rungwise.ladder.tracking import Mirror, is_mirrored, mirror_folder, mirror_forecast
 
 
 def make_run(home: Path, run: str = "d64", **config) -> Path:
@@ -61,10 +59,8 @@ def attempts(tracking_uri: str, run: str = "d64"):
 
 def losses(tracking_uri: str, run: str = "d64") -> list[list[tuple[int, float]]]:
     client, found = attempts(tracking_uri, run)
-    return [
-        sorted((step, value) for key, step, _, value in read_points(client, tracking_uri, each) if key == "train/loss")
-        for each in found
-    ]
+    points = [PointReader(client, tracking_uri).read(each) for each in found]
+    return [sorted((step, value) for key, step, _, value in each if key == "train/loss") for each in points]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -84,6 +80,7 @@ def test_mirror_tells_everything_about_an_attempt(tracked_home):
         name.removeprefix("rungwise."): value for name, value in run.data.tags.items() if name.startswith("rungwise")
     }
     tags.pop("mirrored_bytes")
+    tags.pop("mirrored_time")
     assert tags == {
         "lineage": "tiny/d64",
         "attempt": "1",
@@ -160,10 +157,10 @@ def test_mirror_copied_again_holds_each_point_once(tracked_home):
             journal.write(step, {"train/loss": value, "train/grad_norm": 1.0})
     mirror_folder(folder, uri)
     client, (run,) = attempts(uri)
-    points = sorted(read_points(client, uri, run), key=repr)
+    points = sorted(PointReader(client, uri).read(run), key=repr)
     client.set_tag(run.info.run_id, TAG_MIRRORED_BYTES, "1")  # as if killed between the batch and its mark
     mirror_folder(folder, uri)
-    assert repr(sorted(read_points(client, uri, run), key=repr)) == repr(points)
+    assert repr(sorted(PointReader(client, uri).read(run), key=repr)) == repr(points)
     assert len(points) == 12  # ten, and the signs of two infinities
 
 
@@ -187,28 +184,43 @@ def test_mirror_of_a_run_trained_anew_starts_a_new_series(tracked_home):
     assert (record.state, len(record.attempts), record.trajectory.frame["step"].max()) == ("finished", 1, 2)
 
 
-def test_mirror_of_the_hero_carries_the_forecasts(tracked_home, tmp_path):
+def test_mirror_of_the_hero_names_its_forecast_and_keeps_it_once(tracked_home, registered_home):
     folder, uri = make_run(tracked_home, "hero", role="hero"), resolve_tracking(tracked_home)
-    forecasts_folder(tracked_home, "tiny").mkdir()
-    (forecasts_folder(tracked_home, "tiny") / "abc123.json").write_text('{"schema": 1}')
+    (file,) = forecasts_folder(registered_home, "tiny").glob("*.json")
     train(folder, range(1, 3))
-    mirror_folder(folder, uri)
+    for _ in range(2):
+        mirror_folder(folder, uri)
+        mirror_forecast(file, uri)
     client, (run,) = attempts(uri, "hero")
-    assert run.data.tags[TAG_FORECAST_HASH] == "abc123"
-    fetched = read_artifact(client, run, "forecasts/abc123.json", tmp_path)
-    assert fetched is not None
-    assert fetched.read_text() == '{"schema": 1}'
+    (kept,) = find_forecasts(client, run.info.experiment_id)
+    assert run.data.tags[TAG_FORECAST_HASH] == kept.data.tags[TAG_FORECAST_HASH] == file.stem
+    assert load_registered_mlflow(uri, "tiny") == load_registered(file.parent)
 
 
-def test_mirror_tag_run_marks_the_live_attempt(tracked_home):
+def test_mirror_tags_the_live_attempt_with_what_the_watch_says(tracked_home):
     folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
     train(folder, range(1, 3), end="failed")
+    mirror_folder(folder, uri)
+    for state in ("healthy", "alert"):
+        append_verdict(folder, state, 3)
     train(folder, range(3, 5), restored=2)
     mirror_folder(folder, uri)
-    tag_run(uri, "tiny", "d64", {TAG_WATCH_STATE: "healthy"})
-    assert [TAG_WATCH_STATE in run.data.tags for run in attempts(uri)[1]] == [False, True]
-    with pytest.raises(ValueError, match="tiny/d128 is not in"):
-        tag_run(uri, "tiny", "d128", {})
+    assert [run.data.tags.get(TAG_WATCH_STATE) for run in attempts(uri)[1]] == [None, "alert"]
+
+
+def test_mirror_leaves_word_of_a_whole_copy_and_of_no_other(tracked_home, tmp_path):
+    folder, uri = make_run(tracked_home), resolve_tracking(tracked_home)
+    train(folder, range(1, 3), end="failed")
+    assert not is_mirrored(folder, uri)
+    mirror_folder(folder, uri)
+    assert is_mirrored(folder, uri)
+    assert not is_mirrored(folder, "http://elsewhere:5000")
+    assert not is_mirrored(folder, f"sqlite:///{tmp_path}/removed.db")
+    append_event(folder, "note", 2, text="said afterwards")
+    assert not is_mirrored(folder, uri)
+    mirror_folder(folder, uri)
+    train(folder, range(3, 5), restored=2)
+    assert not is_mirrored(folder, uri)
 
 
 def test_mirror_process_follows_and_finishes(tracked_home):
@@ -263,45 +275,11 @@ def test_mirror_four_processes_create_one_store(home):
     assert sum(len(losses(resolve_tracking(home), f"d{rung}")[0]) for rung in range(4)) == 400
 
 
-@contextlib.contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """A real tracking server on loopback, and its whole process group ended."""
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{folder}/server.db",
-        "--artifacts-destination",
-        str(folder / "artifacts"),
-    ]
-    where = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command = [sys.executable, "-m", "mlflow", "server", *store, *where]
-    log = (folder / "server.log").open("a")
-    server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
-    try:
-        uri = f"http://127.0.0.1:{port}"
-
-        def answers() -> bool:
-            assert server.poll() is None, (folder / "server.log").read_text()
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
-                return True
-            return False
-
-        wait_until(answers, 120)
-        yield uri
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        log.close()
-
-
 @pytest.mark.slow
-def test_mirror_survives_an_outage_of_the_server_without_losing_or_doubling_a_point(home, tmp_path, capfd):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_mirror_survives_an_outage_of_the_server_without_losing_or_doubling_a_point(home, mlflow_server, capfd):
     folder = make_run(home)
     with Journal(folder, family="tiny", run="d64") as journal:
-        with mlflow_server(tmp_path, port) as uri:
+        with mlflow_server() as uri:
             mirror = Mirror(folder, tracking_uri=uri)
             try:
                 journal.start_attempt(0)
@@ -315,7 +293,7 @@ def test_mirror_survives_an_outage_of_the_server_without_losing_or_doubling_a_po
         for step in range(5, 9):  # the server is down
             journal.write(step, {"train/loss": 3 - 0.1 * step})
         wait_until(lambda: "training goes on" in capfd.readouterr().err)
-        with mlflow_server(tmp_path, port):
+        with mlflow_server():
             for step in range(9, 12):
                 journal.write(step, {"train/loss": math.inf if step == 10 else 3 - 0.1 * step})
             journal.end(11, "finished")

@@ -45,9 +45,7 @@ def test_watch_replay_writes_nothing(registered_home, write_hero):
 
 def test_watch_followed_and_judged_afterwards_agree(registered_home, write_hero):
     verdicts = []
-    follower = threading.Thread(
-        target=lambda: verdicts.append(follow(registered_home))
-    )
+    follower = threading.Thread(target=lambda: verdicts.append(follow(registered_home)))
     follower.start()
     write_hero(shift=0.3)
     follower.join(timeout=60)

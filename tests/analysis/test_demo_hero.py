@@ -1,0 +1,65 @@
+"""Heroes that led their forecast early and gave the lead back: quiet, and found out when a fault is planted."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from rungwise.analysis.alerts import Alert
+from rungwise.analysis.divergence import replay
+from rungwise.analysis.forecast import Forecast, forecast_final
+
+DATA = Path(__file__).parents[1] / "data"
+RUNGS = {1.0297e11: (1.91508, 1.92530, 1.94595), 4.3789e11: (1.55356,), 1.26046e12: (1.38467,), 2.89489e12: (1.31043,)}
+SEEDS = ["seed0", "seed1", "seed2"]
+
+
+@pytest.fixture(scope="module")
+def curve() -> pd.DataFrame:
+    return pd.read_csv(DATA / "demo_curve.csv")
+
+
+def forecast_with(curve: pd.DataFrame) -> Forecast:
+    points = [{"run": f"{c}-{s}", "flops": c, "loss": x} for c, losses in RUNGS.items() for s, x in enumerate(losses)]
+    target = {"flops": 1.72664e13, "tokens": 5054464, "steps": 1234}
+    return forecast_final(points, target).with_curve(curve, metric="train/loss")
+
+
+def delivered(seed: str, forecast: Forecast, *, shift: float = 0.0, after: int = 0) -> list[Alert]:
+    table = pd.read_csv(DATA / "demo_hero.csv").rename(columns={seed: "train/loss"})[["step", "train/loss"]]
+    table.loc[table["step"] > after, "train/loss"] += shift
+    return [alert for alert in replay(table, forecast) if alert.severity != "info"]
+
+
+def by_level(alerts: list[Alert]) -> list[Alert]:
+    return [alert for alert in alerts if alert.rule == "loss_level"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_hero_that_gives_back_an_early_lead_is_quiet(seed: str, curve: pd.DataFrame):
+    assert delivered(seed, forecast_with(curve)) == []
+    assert delivered(seed, forecast_with(curve.drop(columns="slope_error"))) == []
+
+
+def test_hero_is_accused_where_the_curve_is_taken_at_its_word(curve: pd.DataFrame):
+    """Negative control: what keeps the hero quiet is the slope error."""
+    (alert,) = delivered("seed2", forecast_with(curve.assign(slope_error=0.0)))
+    assert (alert.rule, alert.severity) == ("loss_level", "warning")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("onset", "delay"), [(494, 90), (864, 60)])
+def test_shift_planted_in_the_hero_is_found(seed: str, onset: int, delay: int, curve: pd.DataFrame):
+    (alert,) = by_level(delivered(seed, forecast_with(curve), shift=0.1, after=onset))
+    assert 0 < alert.step - onset <= delay
+    assert abs(alert.since - onset) <= 5
+
+
+def test_shift_out_of_the_registered_band_is_critical(curve: pd.DataFrame):
+    narrow = curve.assign(low=curve["loss"] - 0.08, high=curve["loss"] + 0.08)
+    (inside,) = by_level(delivered("seed0", forecast_with(curve), shift=0.1, after=864))
+    (outside,) = by_level(delivered("seed0", forecast_with(narrow), shift=0.1, after=864))
+    assert (inside.severity, outside.severity) == ("warning", "critical")
+    assert outside.step <= inside.step
+    assert "inside its band" in inside.explanation
+    assert "above its band" in outside.explanation
