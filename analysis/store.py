@@ -32,7 +32,6 @@ _DATABASE_PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _REQUESTS: Final = 8
 """Metric histories asked of a server at a time."""
 _PAGE: Final = 25_000
-_FOREVER: Final = 1 << 62
 _KEY_LIMIT: Final = 250
 _ESCAPED = re.compile(r":([0-9a-f]{4,6}):")
 
@@ -43,6 +42,7 @@ def open_client(tracking_uri: str) -> "MlflowClient":
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     logging.getLogger("alembic").setLevel(logging.ERROR)
     from mlflow import MlflowClient
@@ -219,7 +219,7 @@ class PointReader:
         Args:
             run: as the store tells it now; always of the same id.
         """
-        until = int(run.data.tags.get(TAG_MIRRORED_TIME, _FOREVER))
+        until = int(run.data.tags.get(TAG_MIRRORED_TIME, -1))
         if until <= self._until:
             return []
         points = self._from_server(run, until) if self._path is None else self._from_sqlite(self._path, run, until)
@@ -252,13 +252,14 @@ class PointReader:
         from mlflow.utils.search_utils import SearchUtils
 
         store = self._client._tracking_client.store  # the public method always starts at the first point
-        token = SearchUtils.create_page_token(self._brought[key]).decode()
+        token = SearchUtils.create_page_token(self._brought[key]).decode() if self._brought[key] else None
         points: list[Metric] = []
-        while token:
+        while True:
             page = store.get_metric_history(run_id, key, max_results=_PAGE, page_token=token)
             points += page
             token = page.token
-        return points
+            if not token:
+                return points
 
 
 def read_artifacts(client: "MlflowClient", run: "Run", names: Iterable[str], folder: Path) -> list[Path]:

@@ -150,9 +150,9 @@ def train_here(config: RunConfig, place: Place, *, progress: bool) -> None:
 
 
 def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bool) -> None:
-    """Children, longest first, as many at once as their threads fit the cores."""
+    """Children, as many at once as their threads fit the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    waiting = sorted(todo, key=lambda run: run.tokens * run.model.hidden_dim**2)
+    waiting = _in_order(todo)
     running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]] = {}
     failed: list[str] = []
     codes: set[int] = set()
@@ -180,6 +180,14 @@ def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bo
     if failed:
         kind = ValueError if codes == {BAD_INPUT} else RunFailed
         raise kind(f"{len(failed)} of {len(todo)} runs failed: {'; '.join(failed)}")
+
+
+def _in_order(todo: Sequence[RunConfig]) -> list[RunConfig]:
+    """Last to start first. Longest runs start first, further seeds of a rung after all first ones: by then their
+    program is compiled."""
+    seen: set[str] = set()
+    repeats = [run.run for run in todo if run.rung in seen or seen.add(run.rung)]
+    return sorted(todo, key=lambda run: (run.run not in repeats, run.tokens * run.model.hidden_dim**2))
 
 
 def _fits(config: RunConfig, running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]], cores: int) -> bool:
@@ -215,7 +223,7 @@ def _show(view: ProgressView, config: RunConfig, place: Place) -> None:
 def _failure(config: RunConfig, place: Place, code: int) -> str:
     path = place.folder(config) / CHILD_LOG
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.startswith("error: ")]
-    said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+    said = lines[-1].removeprefix("error: ").removeprefix(f"{config.run} failed: ") if lines else f"exit code {code}"
     if code < 0:
         said = f"killed by {signal.Signals(-code).name}"
     return f"{config.run}: {said} (log: {path})"

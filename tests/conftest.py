@@ -1,11 +1,16 @@
 """What all tests share: a quiet environment, the same examples each time, a home, slow tests last, no silent skips."""
 
+import contextlib
 import fnmatch
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +60,49 @@ def tracked_home(home: Path, _empty_store: Path) -> Path:
     """A home folder whose MLflow store has its tables already: making them takes seconds."""
     shutil.copy(_empty_store, home)
     return home
+
+
+@contextlib.contextmanager
+def _serve(folder: Path, port: int) -> Iterator[str]:
+    store = [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/server.db",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+    ]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [sys.executable, "-m", "mlflow", "server", *store, *where]
+    log = (folder / "server.log").open("a")
+    server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+    try:
+        uri = f"http://127.0.0.1:{port}"
+
+        deadline = time.monotonic() + 120
+        while not _answers(uri):
+            assert server.poll() is None, (folder / "server.log").read_text()
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.1)
+        yield uri
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        log.close()
+
+
+def _answers(uri: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
+        return True
+    return False
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Callable[[], contextlib.AbstractContextManager[str]]:
+    """Starts a real tracking server on loopback, each time the same one; its address holds inside the `with`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return lambda: _serve(tmp_path, port)
 
 
 @pytest.fixture

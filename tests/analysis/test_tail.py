@@ -1,6 +1,7 @@
 """A run read while it is written: folder and store tell the same, each record once."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,16 @@ def write(journal: Journal, steps) -> None:
             journal.write(step, {"eval/loss": 2.5})
 
 
-def test_tail_of_folder_and_store_tell_the_same_as_the_run_grows(folder, tracked_home):
-    uri = resolve_tracking(tracked_home)
+@pytest.fixture(params=["sqlite", pytest.param("server", marks=pytest.mark.slow)])
+def uri(request: pytest.FixtureRequest, tracked_home: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield resolve_tracking(tracked_home)
+        return
+    with request.getfixturevalue("mlflow_server")() as address:
+        yield address
+
+
+def test_tail_of_folder_and_store_tell_the_same_as_the_run_grows(folder, uri):
     here, there = FolderTail(folder), StoreTail(uri, "tiny", "hero")
     assert told(here) == told(there) == ([], [])
     counts = []

@@ -1,15 +1,7 @@
 """A family on disk whose runs follow a planted law: what reading verbs are tested on, without training."""
 
-import contextlib
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -137,46 +129,3 @@ def write_part(home: Path) -> Callable[..., None]:
 def planted_loss() -> Callable[[float], float]:
     """The planted law: training FLOPs → final loss, nats."""
     return _planted_loss
-
-
-@contextlib.contextmanager
-def _serve(folder: Path, port: int) -> Iterator[str]:
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{folder}/server.db",
-        "--artifacts-destination",
-        str(folder / "artifacts"),
-    ]
-    where = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command = [sys.executable, "-m", "mlflow", "server", *store, *where]
-    log = (folder / "server.log").open("a")
-    server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
-    try:
-        uri = f"http://127.0.0.1:{port}"
-
-        deadline = time.monotonic() + 120
-        while not _answers(uri):
-            assert server.poll() is None, (folder / "server.log").read_text()
-            assert time.monotonic() < deadline, "the server does not start"
-            time.sleep(0.1)
-        yield uri
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        log.close()
-
-
-def _answers(uri: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
-        return True
-    return False
-
-
-@pytest.fixture
-def mlflow_server(tmp_path: Path) -> Callable[[], contextlib.AbstractContextManager[str]]:
-    """Starts a real tracking server on loopback, each time the same one; its address holds inside the `with`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return lambda: _serve(tmp_path, port)

@@ -8,6 +8,9 @@ import time
 
 import pytest
 
+from rungwise.analysis.forecast import forecast_final
+from rungwise.analysis.registry import register
+
 VERBS = ("plan", "run", "status", "forecast", "watch", "report", "bench", "demo")
 
 
@@ -158,9 +161,30 @@ def test_cli_watch_without_a_forecast_says_what_it_lacks(ladder, rungs_home, wri
     assert "no forecast is registered" in result.stdout
 
 
-def test_cli_unreachable_tracking_server_fails_with_its_address(ladder, rungs_home):
+@pytest.mark.parametrize(
+    "words", [["forecast"], ["forecast", "--register"], ["watch"], ["watch", "--follow"], ["report"]], ids=" ".join
+)
+def test_cli_unreachable_tracking_server_fails_with_its_address(ladder, rungs_home, words):
     address = "http://127.0.0.1:9"
-    assert address in refused(ladder("forecast", "tiny", "--home", rungs_home, "--tracking", address))
+    result = ladder(*words, "tiny", "--home", rungs_home, "--tracking", f"http://me:secret@{address[7:]}")
+    assert f"'{address}' does not answer" in refused(result)
+
+
+def test_cli_watch_gives_up_a_dead_hero_with_code_3(ladder, rungs_home, write_hero):
+    write_hero(steps=40)
+    result = ladder("watch", "tiny", "--follow", "--give-up", "0", "--json", "--home", rungs_home)
+    assert result.returncode == 3
+    assert json.loads(result.stdout)["state"] == "cannot_judge"
+    assert "hero stopped at step 40" in result.stderr
+
+
+def test_cli_watch_own_error_is_code_3_whatever_its_kind(ladder, home, write_hero, planted_loss):
+    rows = [{"flops": flops, "loss": planted_loss(flops)} for flops in (1e10, 3e10, 1e11, 3e11)]
+    register(forecast_final(rows, {"flops": 1e12, "vocab_size": "many"}), home / "tiny" / "forecasts")
+    write_hero(steps=30)
+    result = ladder("watch", "tiny", "--home", home)
+    assert result.returncode == 3
+    assert result.stderr.startswith("error: could not judge: ValueError: ")
 
 
 def test_cli_interrupt_is_code_130(rungs_home):

@@ -10,7 +10,7 @@ import pytest
 from rungwise.analysis.registry import load_registered_mlflow
 from rungwise.ladder.family import family_text
 from rungwise.ladder.home import forecasts_folder, resolve_tracking, run_folder
-from rungwise.ladder.journal import append_event
+from rungwise.ladder.journal import Journal
 from rungwise.ladder.predict import forecast_runs, load_family_runs, register_forecast
 from rungwise.ladder.tracking import mirror_folder
 from rungwise.ladder.watch import follow_run, judge_loaded, judge_run, load_watched
@@ -86,7 +86,8 @@ def test_teammate_follows_a_hero_through_the_store(store, registered_home, write
     expected = judge_loaded(load_watched("tiny", "hero", home=registered_home), "hero")
     runs, found = load_watched("tiny", "hero", home=tmp_path / "empty", tracking=store), []
     follower = threading.Thread(
-        target=lambda: found.append(follow_run(runs, "hero", home=tmp_path / "empty", tracking=store, every=0.1))
+        target=lambda: found.append(follow_run(runs, "hero", home=tmp_path / "empty", tracking=store, every=0.1)),
+        daemon=True,
     )
     follower.start()
     with Journal(folder, family="tiny", run="hero"):  # somebody writes it
@@ -99,28 +100,23 @@ def test_teammate_follows_a_hero_through_the_store(store, registered_home, write
 
 
 @pytest.mark.slow
-def test_teammate_needs_only_the_address_of_a_server(
-    registered_home, write_hero, mlflow_server, ladder, tmp_path, planted_loss
-):
+def test_teammate_needs_only_the_address_of_a_server(registered_home, write_hero, mlflow_server, ladder, tmp_path):
     write_hero(shift=0.3)
-    append_event(run_folder(registered_home, "tiny", "hero"), "note", 20, text="nothing")
+    here, page = ("--home", registered_home), tmp_path / "page.html"
+
+    def printed(*words: object, code: int) -> dict:
+        result = ladder(*words, "--json")
+        assert result.returncode == code, result.stderr
+        return json.loads(result.stdout)
+
     with mlflow_server() as uri:
         mirror_all(registered_home, uri)
-        where = ("--tracking", uri, "--home", tmp_path / "empty")
-        forecasts, verdicts = (
-            {
-                at: ladder(verb, "tiny", "--json", *words)
-                for at, words in (("here", ("--home", registered_home)), ("there", where))
-            }
-            for verb in ("forecast", "watch")
-        )
-        followed = ladder("watch", "tiny", "--follow", "--json", *where)
-        report = ladder("report", "tiny", "--output", tmp_path / "page.html", *where)
-    assert json.loads(forecasts["there"].stdout) == json.loads(forecasts["here"].stdout)
-    assert json.loads(verdicts["there"].stdout) == json.loads(verdicts["here"].stdout)
-    assert {result.returncode for result in (*verdicts.values(), followed)} == {10}
-    assert json.loads(followed.stdout)["alerts"] == json.loads(verdicts["here"].stdout)["alerts"]
-    assert report.returncode == 0
-    page = (tmp_path / "page.html").read_text()
-    assert "did not hold" in page
-    assert "jax 0.10.2" in page
+        there = ("--home", tmp_path / "empty", "--tracking", uri)
+        assert printed("forecast", "tiny", *there, code=0) == printed("forecast", "tiny", *here, code=0)
+        verdict = printed("watch", "tiny", *there, code=10)
+        assert verdict == printed("watch", "tiny", *here, code=10)
+        assert printed("watch", "tiny", "--follow", *there, code=10)["alerts"] == verdict["alerts"]
+        printed("report", "tiny", "--output", page, *there, code=0)
+    assert not (tmp_path / "empty").exists()
+    assert "did not hold" in page.read_text()
+    assert "jax 0.10.2" in page.read_text()

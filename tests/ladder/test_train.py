@@ -14,6 +14,8 @@ import pytest
 from rungwise.analysis.source import load_run
 from rungwise.ladder.checkpoint import Checkpoints
 from rungwise.ladder.family import family_text
+from rungwise.ladder.home import resolve_tracking
+from rungwise.ladder.tracking import is_mirrored
 
 EDITS = {
     'name = "tiny"': 'name = "mini"',
@@ -95,6 +97,24 @@ def test_killed_run_resumes_and_ends_bit_for_bit_as_if_never_stopped(mini: Path,
 
 
 @pytest.mark.slow
+def test_a_run_that_fails_is_code_1_and_one_line_and_the_other_runs_are_trained(mini: Path, tmp_path: Path):
+    home = tmp_path / "home"
+    rung = _smallest(mini)
+    broken = home / "mini" / "runs" / rung
+    broken.mkdir(parents=True)
+    (broken / "checkpoints").touch()  # a file where the folder belongs: the first save fails
+    words = ("--rung", rung, "--rung", f"{rung}-seed1")
+    done = subprocess.run(_command(mini, home, *words), capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"1 of 2 runs failed: {rung}: ValueError: folder" in line
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in (broken / "train.log").read_text()
+    assert load_run(home / "mini" / "runs" / f"{rung}-seed1").state == "finished"
+    assert load_run(broken).state == "failed"
+
+
+@pytest.mark.slow
 def test_store_holds_the_same_run_as_the_journal_after_a_kill(mini: Path, tmp_path: Path):
     from rungwise.analysis.source import load_run_mlflow
 
@@ -107,7 +127,9 @@ def test_store_holds_the_same_run_as_the_journal_after_a_kill(mini: Path, tmp_pa
     child.kill()
     child.wait()
     subprocess.run(_command(mini, home, "--rung", rung), check=True, timeout=600)
-    here, there = load_run(folder), load_run_mlflow(f"sqlite:///{home / 'mlflow.db'}", "mini", rung)
+    uri = resolve_tracking(home)
+    assert is_mirrored(folder, uri)
+    here, there = load_run(folder), load_run_mlflow(uri, "mini", rung)
     assert there.state == "finished"
     assert len(there.attempts) == len(here.attempts) == 2
     columns = ["step", "train/loss", "eval/loss", "progress/tokens", "moe/drop_fraction"]
