@@ -255,11 +255,16 @@ def _has_started(runs: FamilyRuns, run: str) -> bool:
 
 
 def build_monitor(runs: FamilyRuns, run: str, events: Iterable[Mapping[str, Any]] = ()) -> Monitor:
-    """Judges the hero against forecast and finished rungs; a rung, against the other finished rungs."""
+    """Judges the hero against forecast and finished rungs; a rung, against the finished rungs no larger than itself.
+
+    Larger runs learn faster: held against them, a healthy small rung would seem not to learn at all.
+    """
+    plans = {record["name"]: record for record in (*runs.plan["rungs"], runs.plan["hero"])}
+    largest = 1.001 * plans[run]["flops"] if run in plans else runs.record(run).plan["flops"]
     peers = [
         record.trajectory.frame.assign(run=record.run)
         for record in runs.rungs
-        if record.run != run and record.state == "finished"
+        if record.run != run and record.state == "finished" and record.plan["flops"] <= largest
     ]
     return Monitor(
         runs.registered if run == runs.plan["hero"]["name"] else None,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rungwise.analysis.source import RunRecord, load_run, load_run_mlflow, load_runs
 from rungwise.analysis.store import (
+    StoreError,
     check_reachable,
     escape_key,
     find_attempts,
@@ -169,6 +170,7 @@ def test_source_unreachable_addresses_are_named_without_their_password(tmp_path)
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     wrong = {
         f"http://me:secret@{address}": rf"'http://{address}' does not answer",
+        f"postgresql+psycopg2://me:secret@{address}/runs": rf"{address}/runs' does not answer",
         f"sqlite:///{tmp_path}/none.db": "none.db': no such database",
         "mlruns": "neither a server",
     }
@@ -177,6 +179,18 @@ def test_source_unreachable_addresses_are_named_without_their_password(tmp_path)
             check_reachable(uri)
         assert "secret" not in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+def test_source_server_that_accepts_and_stays_silent_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreError, match="does not answer"):
+        check_reachable(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
+
+
+def test_source_store_that_is_no_database_is_one_line_with_its_address(tmp_path):
+    (tmp_path / "mlflow.db").write_text("no database at all " * 100)
+    with pytest.raises(StoreError, match=r"mlflow.db' cannot be read: .*not a database") as raised:
+        load_runs(tmp_path, "tiny", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    assert "\n" not in str(raised.value)
 
 
 @given(st.text(string.printable + "äß🦙", min_size=1, max_size=60))
