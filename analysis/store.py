@@ -167,7 +167,8 @@ def find_experiment(client: "MlflowClient", family: str) -> str | None:
 
 def find_attempts(client: "MlflowClient", experiment: str, lineage: str | None = None) -> list["Run"]:
     """The MLflow runs of one training run, or of all in the experiment, oldest first."""
-    return _search(client, experiment, f"tags.`{TAG_LINEAGE}` " + (f"= '{lineage}'" if lineage else "!= ''"))
+    found = _search(client, experiment, f"tags.`{TAG_LINEAGE}` " + (f"= '{lineage}'" if lineage else "!= ''"))
+    return sorted(found, key=lambda run: (run.info.start_time, int(run.data.tags[TAG_ATTEMPT])))
 
 
 def find_forecasts(client: "MlflowClient", experiment: str) -> list["Run"]:

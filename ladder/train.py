@@ -146,7 +146,7 @@ class Trainer:
             ValueError: the checkpoint is of another config or corpus; the message names which.
         """
         if self._checkpoints.latest_step() is None:
-            return 0, init_state(self.config)
+            return 0, jax.jit(lambda: init_state(self.config))()  # one program to compile instead of one an array
         like = jax.eval_shape(lambda: init_state(self.config))
         step, tree, meta = self._checkpoints.restore(state_to_tree(like))
         for key in ("config_hash", "corpus_hash"):

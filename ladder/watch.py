@@ -100,8 +100,8 @@ def follow_run(
     Each alert that opens or changes is one line on standard error and, for a run here, one record in `alerts.jsonl`.
     """
     folder = run_folder(home, runs.family, run)
-    away = tracking is not None and not (folder / JOURNAL_FILE).exists()
-    tail = StoreTail(tracking, runs.family, run) if tracking and away else FolderTail(folder)
+    away = tracking if tracking and not (folder / JOURNAL_FILE).exists() else None
+    tail = StoreTail(away, runs.family, run) if away else FolderTail(folder)
     watch = Watch(runs, run, tail, folder=None if away else folder)
     if not _has_started(runs, run):
         log(f"waiting for {run} to start")
