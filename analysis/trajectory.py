@@ -95,7 +95,8 @@ def build_trajectory(points: Points, *, restored: Mapping[int, int]) -> Trajecto
         logged[name][place] = True
         time[place] = np.maximum(time[place], points.time[rows[keep]])
         attempt[place] = np.maximum(attempt[place], points.attempt[rows[keep]])
-        superseded.append(_long(points, name, rows[~keep], values[~keep]))
+        if not keep.all():
+            superseded.append(_long(points, name, rows[~keep], values[~keep]))
     tokens = table.get(TOKENS_METRIC, np.full(len(steps), np.nan))
     frame = pd.DataFrame({"step": steps, "tokens": tokens, "time": time, "attempt": attempt, **table})
     return Trajectory(frame, pd.concat(superseded, ignore_index=True), logged)

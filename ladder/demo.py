@@ -12,9 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rungwise.analysis.forecast import Forecast
+from rungwise.analysis.registry import load_registered
 from rungwise.analysis.store import public_address
 from rungwise.ladder.console import duration, log, log_console
-from rungwise.ladder.home import resolve_tracking
+from rungwise.ladder.family import load_family
+from rungwise.ladder.home import forecasts_folder, resolve_tracking
+from rungwise.ladder.plan import plan_ladder
 from rungwise.ladder.predict import (
     FamilyRuns,
     forecast_runs,
@@ -22,7 +26,7 @@ from rungwise.ladder.predict import (
     load_family_runs,
     register_forecast,
 )
-from rungwise.ladder.report import write_report
+from rungwise.ladder.report import write_page
 from rungwise.ladder.run import run_ladder
 from rungwise.ladder.tables import forecast_table, plan_table
 from rungwise.ladder.watch import judge_run
@@ -37,24 +41,25 @@ def demo_family(family: str, *, home: Path, tracking: str | None = None) -> dict
     """
     console = log_console()
     with _stage("1 of 5: the plan"):
-        console.print(plan_table(load_family_runs(family, home=home).plan))
+        plan = plan_ladder(load_family(family)).to_dict()
+        console.print(plan_table(plan))
     with _stage("2 of 5: the rungs"):
         run_ladder(family, home=home, tracking=tracking)
     with _stage("3 of 5: the forecast, registered before the hero starts"):
-        console.print(forecast_table(_registered(family, home=home, tracking=tracking).to_dict()))
+        registered = load_registered(forecasts_folder(home, plan["family"]))
+        forecast = registered or _register(family, home=home, tracking=tracking)
+        console.print(forecast_table(forecast.to_dict()))
     with _stage("4 of 5: the hero, under watch"):
         run_ladder(family, home=home, hero=True, tracking=tracking)
     with _stage("5 of 5: the report"):
         runs = load_family_runs(family, home=home)
         verdict = judge_run(runs, runs.plan["hero"]["name"], home=home)
-        report = write_report(family, home=home)
+        report = write_page(runs, home=home)
     return _result(runs, report=report, state=verdict.state, store=resolve_tracking(home, tracking))
 
 
-def _registered(family: str, *, home: Path, tracking: str | None) -> Any:
+def _register(family: str, *, home: Path, tracking: str | None) -> Forecast:
     runs = load_family_runs(family, home=home)
-    if runs.registered is not None:
-        return runs.registered
     forecast = forecast_runs(runs)
     register_forecast(forecast, runs, home=home, tracking=tracking)
     return forecast

@@ -72,7 +72,11 @@ def write_report(family: str, *, home: Path, tracking: str | None = None, output
     Raises:
         ValueError: unknown family, no run has started, or unreadable files.
     """
-    runs = load_family_runs(family, home=home, tracking=tracking)
+    return write_page(load_family_runs(family, home=home, tracking=tracking), home=home, output=output)
+
+
+def write_page(runs: FamilyRuns, *, home: Path, output: Path | None = None) -> Path:
+    """The same of runs already in memory."""
     if not runs.records:
         raise ValueError(f"family {runs.family} has no runs in {home}; train its rungs with `ladder run {family}`")
     path = output or make_folder(family_folder(home, runs.family)) / "report.html"
