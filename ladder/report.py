@@ -78,7 +78,7 @@ def write_report(family: str, *, home: Path, tracking: str | None = None, output
 def write_page(runs: FamilyRuns, *, home: Path, output: Path | None = None) -> Path:
     """The same of runs already in memory."""
     if not runs.records:
-        raise ValueError(f"family {runs.family} has no runs in {home}; train its rungs with `ladder run {family}`")
+        raise ValueError(f"family {runs.family} has no runs in {home}; train its rungs with `ladder run {runs.family}`")
     path = output or make_folder(family_folder(home, runs.family)) / "report.html"
     make_folder(path.parent)
     path.write_text(render_report(runs), encoding="utf-8")
