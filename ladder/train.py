@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rungwise.ladder.batches import HeldOut
@@ -92,7 +93,7 @@ class Evaluator:
 
     def _losses(self, step: Callable[[TrainState, jax.Array], jax.Array], state: TrainState, batch: int) -> np.ndarray:
         windows = self._held_out.windows
-        parts = [step(state, windows[at : at + batch]) for at in range(0, len(windows), batch)]
+        parts = [step(state, jnp.asarray(windows[at : at + batch])) for at in range(0, len(windows), batch)]
         return np.concatenate([np.asarray(part, np.float64) for part in parts])
 
 
@@ -163,11 +164,12 @@ class Trainer:
         self.journal.start_attempt(
             done, device=jax.devices()[0].platform, threads=self.config.threads, jax=jax.__version__
         )
-        train_step = jax.jit(make_train_step(self.config), donate_argnums=0)
+        jitted = jax.jit(make_train_step(self.config), donate_argnums=0)
+        train_step: Callable[..., tuple[TrainState, Any]] = jitted
         pending: tuple[int, Any, float] | None = None
         for step, tokens in self._batches_from(done):
             if step == done + 1:
-                train_step = train_step.lower(state, tokens).compile()  # apart, so that no step's time holds it
+                train_step = jitted.lower(state, tokens).compile()  # apart, so that no step's time holds it
             started = time.perf_counter()
             state, figures = train_step(state, tokens)
             if pending is not None:
