@@ -290,7 +290,8 @@ def _remarks(runs: FamilyRuns, judged: RunRecord | None) -> Iterator[str]:
         yield f"{judged.run} has not ended and has been silent for {duration(time.time() - judged.heartbeat)}"
     if forecast is None or judged is None or judged.role != "hero":
         return
-    for name, promised in forecast.target.items():
+    for name in forecast.conditions:  # a seed or a name may differ
+        promised = forecast.target.get(name)
         actual = judged.plan.get(name, promised)
-        if actual != promised:
+        if promised is not None and actual != promised:
             yield f"condition broken: the forecast is for {name} {promised}, the run has {actual}"
