@@ -145,7 +145,7 @@ class ProgressView:
     def start(self, run: str, steps: int, *, step: int = 0) -> None:
         """Announces a run of `steps` optimizer steps, of which `step` were restored."""
         self._tasks[run] = self._progress.add_task(
-            run, total=steps, completed=step, reading="", first_step=step, start=True
+            run, total=steps, completed=step, reading="compiling", first_step=step, start=True
         )
         self._last_line[run] = (0.0, step)
 
