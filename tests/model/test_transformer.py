@@ -82,7 +82,7 @@ def test_forward_through_virtual_ranks_with_room_equals_dropless(config: ModelCo
     assert float(jnp.max(theirs.stats.drop_fraction)) == 0.0
     np.testing.assert_allclose(theirs.logits, ours.logits, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), pooled, plain)
-    np.testing.assert_array_equal(theirs.next_bias[0], ours.next_bias[0])  # the first layer's input is the same to the bit
+    np.testing.assert_array_equal(theirs.next_bias[0], ours.next_bias[0])  # same input, to the bit, in the first layer
     np.testing.assert_allclose(theirs.next_bias, ours.next_bias, rtol=1e-4, atol=1e-5)
 
 
