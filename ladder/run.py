@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rungwise.analysis.store import public_address
+from rungwise.analysis.tail import FolderTail
+from rungwise.analysis.vocabulary import decode_number
 from rungwise.ladder.backend import prepare_backend
 from rungwise.ladder.console import ProgressView, log, one_line
 from rungwise.ladder.data import check_budgets
@@ -154,6 +156,7 @@ def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bo
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting = _in_order(todo)
     running: dict[str, tuple[RunConfig, subprocess.Popen[bytes]]] = {}
+    tails: dict[str, FolderTail] = {}
     failed: list[str] = []
     codes: set[int] = set()
     with ProgressView(enabled=progress) as view:
@@ -162,10 +165,11 @@ def _train_side_by_side(todo: Sequence[RunConfig], place: Place, *, progress: bo
                 while waiting and _fits(waiting[-1], running, cores):
                     config = waiting.pop()
                     running[config.run] = config, _start_child(config, place)
+                    tails[config.run] = FolderTail(place.folder(config))
                     view.start(config.run, config.steps, step=run_status(place.folder(config))["step"])
                 time.sleep(POLL_SECONDS)
                 for name, (config, child) in list(running.items()):
-                    _show(view, config, place)
+                    _show(view, name, tails[name])
                     if child.poll() is not None:
                         del running[name]
                         if child.returncode:
@@ -214,10 +218,15 @@ def _start_child(config: RunConfig, place: Place) -> subprocess.Popen[bytes]:
         )
 
 
-def _show(view: ProgressView, config: RunConfig, place: Place) -> None:
-    status = run_status(place.folder(config))
-    if status["loss"] is not None and status["tokens_per_second"]:
-        view.update(config.run, status["step"], loss=status["loss"], tokens_per_second=status["tokens_per_second"])
+def _show(view: ProgressView, run: str, tail: FolderTail) -> None:
+    """The newest step since the last look; what was read before is not read again."""
+    newest = None
+    for record in tail.new_records():
+        if record["kind"] == "metrics" and "perf/tokens_per_second" in record["values"]:
+            newest = record
+    if newest is not None:
+        loss, speed = (decode_number(newest["values"][name]) for name in ("train/loss", "perf/tokens_per_second"))
+        view.update(run, newest["step"], loss=loss, tokens_per_second=speed)
 
 
 def _failure(config: RunConfig, place: Place, code: int) -> str:
