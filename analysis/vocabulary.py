@@ -38,6 +38,7 @@ METRICS: Final = {
     "train/loss": "language-model cross-entropy, nats per token, no auxiliary term",
     "train/objective": "what is differentiated: loss plus weighted auxiliary terms, nats per token",
     "train/logit_z_loss": "mean squared log-partition of the output logits, unweighted",
+    "train/balance_loss": "auxiliary balance loss added over layers, unweighted; 0 where balance is no loss",
     "train/grad_norm": "Euclidean norm of the whole gradient before clipping",
     "grad_norm/<group>": "the same over one parameter group",
     "train/update_norm": "Euclidean norm of the applied update",

@@ -1,4 +1,5 @@
-"""What this machine does: matrix-product ceiling, training step with and without virtual ranks, and where a step goes.
+"""What this machine does: matrix-product ceiling, training step with and without virtual ranks, where a step goes, and
+how long it takes to compile.
 
 Shares are ratios inside one process, medians of several alternating rounds; the ceiling is the best of seven products.
 Numerator: model FLOPs of `model/accounting.py`, causal, with head, forward and backward, no padding or recomputation.
@@ -25,15 +26,16 @@ from rungwise.ladder.step import init_state, make_train_step
 from rungwise.ladder.train import matmul_ceiling
 from rungwise.model.accounting import count_flops
 from rungwise.model.attention import attention
-from rungwise.model.balance import quantile_bias
+from rungwise.model.balance import margins, quantile_bias, quantile_level
 from rungwise.model.linear import linear, swiglu
-from rungwise.model.loss import language_model_loss
+from rungwise.model.loss import loss_sums, objective_of
 from rungwise.model.methods import build_method, run_experts
 from rungwise.model.router import Routes, choose_experts
 from rungwise.model.transformer import layer_kinds
 
 ROUNDS = 5
 STEPS_PER_ROUND = 3
+COMPILED_DEPTHS = (4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ def bench_parts(config: RunConfig) -> dict[str, float]:
     routes = choose_experts(logits, jnp.zeros(model.num_experts), top_k=model.top_k, gate_sum=model.gate_sum)
     parts = _differentiated_parts(config, state.params, routes)
     figures = {name: _median_ms(_with_gradient(function), *inputs) for name, (function, inputs) in parts.items()}
-    balance = jax.jit(partial(quantile_bias, top_k=model.top_k))
+    level = partial(quantile_level, config=model, num_ranks=config.data_replicas * config.transport.num_ranks)
+    balance = jax.jit(lambda logits, threshold: quantile_bias(level(margins(logits, threshold))))
     figures["quantile bias"] = _median_ms(balance, logits, routes.threshold)
     update = jax.jit(build_optimizer(config).update)
     figures["optimizer"] = _median_ms(update, state.params, state.optimizer, state.params)
@@ -166,7 +169,8 @@ def _differentiated_parts(
     choose = partial(choose_experts, bias=jnp.zeros(model.num_experts), top_k=model.top_k, gate_sum=model.gate_sum)
 
     def head(weights: jax.Array, x: jax.Array) -> jax.Array:
-        return language_model_loss(linear(x, weights).reshape(*shape, -1), targets, z_loss_weight=1e-4).objective
+        sums = loss_sums(linear(x, weights).reshape(*shape, -1), targets)
+        return objective_of(sums, config.tokens_per_step, z_loss_weight=1e-4)
 
     return {
         "attention": (
@@ -179,12 +183,12 @@ def _differentiated_parts(
             (moe["latent_down"], moe["latent_up"], x),
         ),
         "dispatch, experts and combine": (
-            lambda w, latent: method(latent, experts, gates, w).output,
-            (moe["experts"], _normal(*shape, model.latent_dim)),
+            lambda w, latent: method.run(latent, experts, gates, w).output,
+            (moe["experts"], _normal(*shape, model.routed_dim)),
         ),
         "experts alone, on full buffers": (
             run_experts,
-            (moe["experts"], _normal(model.num_experts, _rows_per_expert(config), model.latent_dim)),
+            (moe["experts"], _normal(model.num_experts, _rows_per_expert(config), model.routed_dim)),
         ),
         "shared experts": (lambda w, x: swiglu(w["gate_up"], w["down"], x), (moe["shared"], x)),
         "head and loss": (head, (params["head"], x)),
@@ -221,6 +225,24 @@ def bench_overhead(config: RunConfig, *, rows: int = 200) -> dict[str, float]:
     return {"record_and_judge_ms": 1e3 * median(times)}
 
 
+def bench_compile(config: RunConfig, *, depths: tuple[int, ...] = COMPILED_DEPTHS) -> dict[str, dict[str, float]]:
+    """Seconds to compile the training step at several depths, and the operations of the compiled program.
+
+    Up to eight layers are unrolled; beyond, layers run in a loop whose body is compiled once.
+    """
+    log(f"compiling the training step of {config.run} at {len(depths)} depths")
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.model.seq_len + 1), jnp.int32)
+    figures = {}
+    for depth in depths:
+        deep = config.replace(model=config.model.replace(num_layers=depth))
+        lowered = jax.jit(make_train_step(deep)).lower(jax.eval_shape(partial(init_state, deep)), tokens)
+        start = time.perf_counter()
+        compiled = lowered.compile()
+        elapsed = time.perf_counter() - start
+        figures[str(depth)] = {"compile_seconds": elapsed, "operations": (compiled.as_text() or "").count(" = ")}
+    return figures
+
+
 def _rows_per_expert(config: RunConfig) -> int:
     assignments = config.tokens_per_step * config.model.top_k
     return round(config.transport.receiver_capacity_factor * assignments / config.model.num_experts)
@@ -252,6 +274,7 @@ def run_bench() -> dict[str, Any]:
         "jax": jax.__version__,
         "devices": f"{len(jax.devices())} × {jax.devices()[0].platform}",
         **steps,
+        "compile": bench_compile(load_family("tiny").rung_runs[0]),
         "tracking_and_watch": overhead,
         "parts_ms": {
             "tiny hero, virtual ranks": bench_parts(config),

@@ -19,6 +19,7 @@ from rungwise.ladder.console import duration, log, log_console
 from rungwise.ladder.family import load_family
 from rungwise.ladder.home import forecasts_folder, resolve_tracking
 from rungwise.ladder.plan import plan_ladder
+from rungwise.ladder.plan_table import plan_table
 from rungwise.ladder.predict import (
     FamilyRuns,
     forecast_runs,
@@ -28,7 +29,7 @@ from rungwise.ladder.predict import (
 )
 from rungwise.ladder.report import write_page
 from rungwise.ladder.run import run_ladder
-from rungwise.ladder.tables import forecast_table, plan_table
+from rungwise.ladder.tables import forecast_table
 from rungwise.ladder.watch import judge_run
 
 

@@ -7,42 +7,30 @@ import difflib
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rungwise.comm.config import TransportConfig
+from rungwise.ladder.optimizer_config import LearningRateLaw, OptimizerConfig, OptimizerSection
 from rungwise.model.accounting import count_params
-from rungwise.model.config import ModelConfig, Record
+from rungwise.model.config import Architecture, ModelConfig, Record
 
 FAMILY_SCHEMA = 1
 
 
-class Recipe(Record):
+class Recipe(Architecture):
     """How a width becomes a model. Ratios are of `hidden_dim` unless they say otherwise."""
 
-    seq_len: int = Field(ge=2)
-    vocab_size: int = Field(ge=2)
     num_layers: int | None = Field(default=None, ge=1, description="fixed depth; else from aspect_ratio")
     aspect_ratio: float | None = Field(default=None, gt=0, description="hidden_dim per layer")
     num_heads: int | None = Field(default=None, ge=1, description="fixed count; else from head_dim")
     head_dim: int | None = Field(default=None, ge=2, description="fixed width; else from num_heads")
     queries_per_kv_head: int = Field(ge=1)
-    latent_ratio: float = Field(gt=0)
+    global_kv_divisor: int = Field(default=1, ge=1, description="local over global layers' key/value heads")
+    latent_ratio: float | None = Field(default=None, gt=0, description="absent: experts work at full width")
     expert_ratio: float = Field(gt=0)
-    num_experts: int = Field(ge=1)
-    top_k: int = Field(ge=1)
-    num_shared_experts: int = Field(ge=0)
     window_ratio: float = Field(gt=0, le=1, description="local window over seq_len")
-    global_every: int = Field(ge=1)
-    rotary_fraction: float = Field(ge=0, le=1)
-    rotary_theta: float = Field(gt=0)
-    query_key_multiplier: float = Field(gt=0)
-    gate_sum: float = Field(gt=0)
-    balance: Literal["quantile", "none"]
-    logit_z_loss_weight: float = Field(ge=0)
-    init_scale: float = Field(gt=0)
-    norm_epsilon: float = Field(gt=0)
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
@@ -50,40 +38,6 @@ class Recipe(Record):
             if (getattr(self, first) is None) == (getattr(self, second) is None):
                 raise ValueError(f"{first} and {second}: give exactly one of the two")
         return self
-
-
-class LearningRateLaw(Record):
-    """peak = coefficient · tokens^tokens_exponent · hidden_dim^hidden_exponent · tokens_per_step^batch_exponent."""
-
-    coefficient: float = Field(gt=0)
-    tokens_exponent: float
-    hidden_exponent: float
-    batch_exponent: float
-
-    def peak(self, *, tokens: int, hidden_dim: int, tokens_per_step: int) -> float:
-        """Learning rate at the end of warm-up."""
-        return (
-            self.coefficient
-            * tokens**self.tokens_exponent
-            * hidden_dim**self.hidden_exponent
-            * tokens_per_step**self.batch_exponent
-        )
-
-
-class OptimizerConfig(Record):
-    """Everything an update depends on besides the gradient; nothing is left to a library's default."""
-
-    name: Literal["adamw", "muon"]
-    matrix_ratio: float = Field(gt=0, description="Muon's learning rate over AdamW's")
-    beta1: float = Field(ge=0, lt=1)
-    beta2: float = Field(ge=0, lt=1)
-    epsilon: float = Field(gt=0)
-    momentum: float = Field(ge=0, lt=1, description="Muon's momentum")
-    newton_schulz_steps: int = Field(ge=1)
-    weight_decay: float = Field(ge=0, description="on matrices only, times the learning rate")
-    clip_norm: float | None = Field(default=None, gt=0, description="global gradient norm; absent: no clipping")
-    warmup_fraction: float = Field(ge=0, lt=1)
-    final_fraction: float = Field(ge=0, le=1, description="learning rate at the last step over the peak")
 
 
 class DataConfig(Record):
@@ -102,6 +56,19 @@ class TransportSection(Record):
     sender_capacity_factor: float
     receiver_capacity_factor: float
     num_waves: int = Field(ge=1)
+
+
+class ExecutionConfig(Record):
+    """How a step is carried out. Nothing here changes a result beyond rounding."""
+
+    param_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and optimizer state")
+    compute_dtype: Literal["by_device", "float32", "bfloat16"] = Field(
+        default="by_device", description="of matrix products; by_device: float32 on CPU, bfloat16 on accelerators"
+    )
+    rematerialize: Literal["nothing", "blocks", "blocks_keep_communication"] = Field(
+        default="nothing", description="what the backward pass computes again instead of keeping"
+    )
+    microbatches: int = Field(default=1, ge=1, description="parts of a batch whose gradients are added, in float32")
 
 
 class EvaluationConfig(Record):
@@ -127,6 +94,9 @@ class RungSpec(Record):
     override: dict[str, Any] = Field(
         default_factory=dict, description="any ModelConfig field, or tokens, steps, learning_rate"
     )
+    alternative_tokens: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, description="other token horizons by name, planned beside the run's own"
+    )
 
     @field_validator("override")
     @classmethod
@@ -139,6 +109,21 @@ class RungSpec(Record):
 
 
 RUN_OVERRIDES = ("tokens", "steps", "learning_rate")
+
+WHOLE_LADDER = "ladder"
+"""Stands for a run where a published figure is one of the whole ladder."""
+
+
+class PublishedFigures(Record):
+    """What others state about runs of this family; `plan` prints ours beside it. Nothing is derived from it."""
+
+    quantity: str = Field(description="a field of a run's plan, or of the whole plan")
+    values: dict[str, Annotated[int | float, Field(gt=0)]] = Field(
+        min_length=1, description="by run, or of the whole ladder: 'ladder'"
+    )
+    digits: int | None = Field(default=None, ge=1, description="significant digits stated; absent: those written here")
+    source: str = Field(min_length=1)
+    note: str = ""
 
 
 class RunConfig(Record):
@@ -156,10 +141,29 @@ class RunConfig(Record):
     steps: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     optimizer: OptimizerConfig
+    execution: ExecutionConfig = ExecutionConfig()
     data: DataConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     threads: int = Field(ge=1, description="of the CPU backend; part of a run's identity, since bits depend on it")
+
+    @model_validator(mode="after")
+    def _check_microbatches(self) -> Self:
+        if self.data_replicas % self.execution.microbatches:
+            raise ValueError(
+                f"execution.microbatches {self.execution.microbatches} does not divide data_replicas"
+                f" {self.data_replicas} of run {self.run}; choose a divisor"
+            )
+        if (
+            self.execution.microbatches > 1
+            and self.model.balance == "auxiliary_loss"
+            and self.model.balance_scope == "global"
+        ):
+            raise ValueError(
+                f"execution.microbatches {self.execution.microbatches} with balance_scope 'global': the loss needs all"
+                " routes before the first gradient; use balance_scope 'local' or 'sequence', or microbatches 1"
+            )
+        return self
 
     @property
     def batch_size(self) -> int:
@@ -191,12 +195,14 @@ class LadderConfig(Record):
     recipe: Recipe
     transport: TransportSection
     learning_rate: LearningRateLaw
-    optimizer: OptimizerConfig
+    optimizer: OptimizerSection
+    execution: ExecutionConfig = ExecutionConfig()
     data: DataConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     rungs: tuple[RungSpec, ...] = Field(min_length=1)
     hero: RungSpec
+    published: tuple[PublishedFigures, ...] = ()
 
     @model_validator(mode="after")
     def _check_runs(self) -> Self:
@@ -205,7 +211,10 @@ class LadderConfig(Record):
             raise ValueError(f"rungs: hidden_dim {widths} must rise from rung to rung, each width once")
         if self.hero.hidden_dim < widths[-1]:
             raise ValueError(f"hero.hidden_dim {self.hero.hidden_dim} is below the top rung's {widths[-1]}")
-        _ = self.runs  # every run's own checks, before anything starts
+        known = [run.run for run in self.runs]  # also every run's own checks, before anything starts
+        for name in (name for figures in self.published for name in figures.values):
+            if name not in (*known, WHOLE_LADDER):
+                raise ValueError(f"published: run {name!r} is unknown{_nearest(name, [*known, WHOLE_LADDER])}")
         return self
 
     def model_config_for(self, spec: RungSpec) -> ModelConfig:
@@ -214,17 +223,19 @@ class LadderConfig(Record):
         num_heads = recipe.num_heads or _whole(width, recipe.head_dim or 1, what="num_heads = hidden_dim / head_dim")
         head_dim = recipe.head_dim or _whole(width, num_heads, what="head_dim = hidden_dim / num_heads")
         layers = recipe.num_layers or max(2, round(width / (recipe.aspect_ratio or width)))
+        num_kv_heads = max(1, num_heads // recipe.queries_per_kv_head)
         derived = {
             "hidden_dim": width,
             "num_layers": layers,
             "num_heads": num_heads,
-            "num_kv_heads": max(1, num_heads // recipe.queries_per_kv_head),
+            "num_kv_heads": num_kv_heads,
+            "global_kv_heads": max(1, num_kv_heads // recipe.global_kv_divisor),
             "head_dim": head_dim,
             "window": max(1, round(recipe.window_ratio * recipe.seq_len)),
             "expert_dim": round(recipe.expert_ratio * width),
-            "latent_dim": round(recipe.latent_ratio * width),
+            "latent_dim": None if recipe.latent_ratio is None else round(recipe.latent_ratio * width),
         }
-        shared = {name: getattr(recipe, name) for name in ModelConfig.model_fields if name in Recipe.model_fields}
+        shared = {name: getattr(recipe, name) for name in Architecture.model_fields}
         overrides = {key: value for key, value in spec.override.items() if key not in RUN_OVERRIDES}
         return ModelConfig(**{**shared, **derived, **overrides})
 
@@ -249,7 +260,8 @@ class LadderConfig(Record):
             sequences_per_rank=self.sequences_per_rank,
             steps=steps,
             learning_rate=spec.override.get("learning_rate", peak),
-            optimizer=self.optimizer,
+            optimizer=self.optimizer.resolve(steps=steps, tokens_per_step=tokens_per_step),
+            execution=self.execution,
             data=self.data,
             evaluation=self.evaluation,
             checkpoint=self.checkpoint,
@@ -265,6 +277,12 @@ class LadderConfig(Record):
     def hero_run(self) -> RunConfig:
         """The hero's run."""
         return self._run(self.hero, self.hero.seeds[0], "hero")
+
+    def hero_at(self, tokens: int) -> RunConfig:
+        """The hero's run at another token horizon, its steps and learning rate by the recipe's rules."""
+        kept = {key: value for key, value in self.hero.override.items() if key not in RUN_OVERRIDES}
+        spec = self.hero.model_copy(update={"override": kept | {"tokens": tokens}})
+        return self._run(spec, spec.seeds[0], "hero")
 
     @property
     def runs(self) -> tuple[RunConfig, ...]:

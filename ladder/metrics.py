@@ -24,6 +24,7 @@ def step_metrics(figures: StepFigures) -> tuple[Values, Layers]:
         "train/loss": float(figures.loss.loss),
         "train/objective": float(figures.loss.objective),
         "train/logit_z_loss": float(figures.loss.logit_z_loss),
+        "train/balance_loss": float(figures.loss.balance_loss),
         "train/logit_abs_max": float(figures.loss.logit_abs_max),
         "train/log_z_mean": float(figures.loss.log_z_mean),
         "train/grad_norm": float(figures.grad_norm),

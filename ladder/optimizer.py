@@ -1,132 +1,168 @@
-"""Optimizer of a run, from its config: which parameter gets which rule, the schedule, and norms by parameter group.
+"""Optimizer of a run: which parameter gets which rule, its rate, its decay.
 
-Muon moves matrices (every stacked matrix on its own), AdamW the rest: embedding, head, router, norms.
+AdamW moves everything by Adam. Muon moves matrices, every stacked matrix on its own, and Adam the rest: embedding,
+head, router, gains, attention gates, short convolutions. MuonH is Muon on the hyperball, with the head on the hyperball
+too, by Adam.
+`ladder/schedule.py` has the learning rate, `ladder/parameter_groups.py` the names, `ladder/hyperball.py` the step.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import DictKey, tree_flatten_with_path, tree_map_with_path
-from optax.contrib import MuonDimensionNumbers
+from jax.tree_util import tree_map_with_path
+from jaxtyping import Array, Float, Int
 
-from rungwise.ladder.family import OptimizerConfig, RunConfig
+from rungwise.ladder.family import RunConfig
+from rungwise.ladder.hyperball import hyperball_update
+from rungwise.ladder.optimizer_config import OptimizerConfig
+from rungwise.ladder.parameter_groups import (
+    MATRIX_AXES,
+    PARAMETERS,
+    Tree,
+    fans,
+    frobenius_axes,
+    matrix_axes,
+    parameter_name,
+)
+from rungwise.ladder.schedule import Horizon, horizon_of, learning_rate
 
-Tree = Any
+Rule = Literal["adam", "muon", "muonh", "adamh"]
 
-# Axes of each stacked matrix: what a product sums over, and what it yields. All other axes are a stack of matrices.
-MATRIX_AXES: Mapping[tuple[str, ...], MuonDimensionNumbers] = {
-    ("attention", "query"): MuonDimensionNumbers(reduction_axis=1, output_axis=(2, 3)),
-    ("attention", "key"): MuonDimensionNumbers(reduction_axis=1, output_axis=(2, 3)),
-    ("attention", "value"): MuonDimensionNumbers(reduction_axis=1, output_axis=(2, 3)),
-    ("attention", "out"): MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=3),
-    ("moe", "latent_down"): MuonDimensionNumbers(reduction_axis=1, output_axis=2),
-    ("moe", "latent_up"): MuonDimensionNumbers(reduction_axis=1, output_axis=2),
-    ("experts", "gate_up"): MuonDimensionNumbers(reduction_axis=2, output_axis=4),
-    ("experts", "down"): MuonDimensionNumbers(reduction_axis=2, output_axis=3),
-    ("shared", "gate_up"): MuonDimensionNumbers(reduction_axis=1, output_axis=3),
-    ("shared", "down"): MuonDimensionNumbers(reduction_axis=1, output_axis=2),
+NEWTON_SCHULZ: Mapping[str, Any] = {
+    "standard": (3.4445, -4.7750, 2.0315),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
 }
+"""(a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ. Sources: Jordan et al. 2024 (Muon) for the one polynomial of every
+step; NVIDIA-NeMo/Emerging-Optimizers, "quintic", for the five, which the reference run used."""
 
-GROUP_OF: Mapping[str, str] = {
-    "embed": "embed",
-    "head": "head",
-    "router": "router",
-    "experts": "experts",
-    "latent_down": "experts",
-    "latent_up": "experts",
-    "shared": "shared",
-    "attention": "attention",
-}
+ORTHOGONALISATION_EPSILON = 1e-8
+"""Added to the norm of a momentum before it is orthogonalised (reference: the same)."""
 
 
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(str(key.key) for key in path if isinstance(key, DictKey))
+class OptimizerState(NamedTuple):
+    """What an update needs besides parameters and gradient. None of it depends on the horizon."""
+
+    step: Int[Array, ""]
+    """Updates done."""
+    directions: Any
+    """Momenta of Muon and moments of Adam."""
 
 
-def parameter_group(path: tuple[Any, ...]) -> str:
-    """Group whose norms a parameter counts in, by its place in the tree."""
-    names = _names(path)
-    if names[-1].endswith("norm"):
-        return "norms"
-    return next(GROUP_OF[name] for name in reversed(names) if name in GROUP_OF)
+def update_rule(name: str, optimizer: str) -> Rule:
+    """The rule that moves a parameter of this name."""
+    if optimizer == "muonh" and name == "head":
+        return "adamh"
+    if name in MATRIX_AXES and optimizer in ("muon", "muonh"):
+        return "muon" if optimizer == "muon" else "muonh"
+    return "adam"
 
 
-def matrix_axes(params: Tree) -> Tree:
-    """Muon's dimension numbers for every parameter, None for one that AdamW moves."""
-    return tree_map_with_path(lambda path, _: MATRIX_AXES.get(_names(path)[-2:]), params)
+def build_optimizer(config: RunConfig, horizon: Horizon | None = None) -> optax.GradientTransformation:
+    """The whole update rule: clip, direction, decay, rate. Computed in float32, kept in the parameters' own type.
+
+    Args:
+        horizon: peak and steps to use instead of the run's own; may be traced. The state is the same for all.
+    """
+    rule = config.optimizer
+    horizon = horizon_of(config) if horizon is None else horizon
+    directions = _directions(rule)
+
+    def init(params: Tree) -> OptimizerState:
+        return OptimizerState(jnp.zeros((), jnp.int32), directions.init(params))
+
+    def update(grads: Tree, state: OptimizerState, params: Tree | None = None) -> tuple[Tree, OptimizerState]:
+        if params is None:
+            raise ValueError("params None: the update needs the parameters; pass them as the third argument")
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), grads)
+        wanted, inner = directions.update(wide, state.directions, params)
+        inner = jax.tree.map(lambda new, old: new.astype(old.dtype), inner, state.directions)
+        rate, decays = learning_rate(state.step, horizon, rule), _group_decays(state.step, horizon, rule)
+
+        def move(path: tuple[Any, ...], direction: jax.Array, param: jax.Array) -> jax.Array:
+            return _move(parameter_name(path), direction, param, rule=rule, rate=rate, decays=decays)
+
+        return tree_map_with_path(move, wanted, params), OptimizerState(state.step + 1, inner)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
-    """Linear warm-up from peak/warm-up steps, then linear decay that reaches the final fraction at the last step."""
-    optimizer, peak = config.optimizer, config.learning_rate
-    warmup = max(1, round(optimizer.warmup_fraction * config.steps))
-    decay = max(1, config.steps - 1 - warmup)
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1)),
-            optax.linear_schedule(peak, optimizer.final_fraction * peak, decay),
-        ],
-        boundaries=[warmup],
+def _directions(rule: OptimizerConfig) -> optax.GradientTransformation:
+    """Gradient → direction, before any rate: bias-corrected Adam, or orthogonalised Nesterov momentum for matrices.
+
+    Beside Muon, Adam's momentum is Nesterov's too, as in Optax's own Muon, with which `tiny` and `laptop` were swept.
+    """
+    adam = optax.scale_by_adam(
+        b1=rule.beta1, b2=rule.beta2, eps=rule.epsilon, eps_root=0.0, nesterov=rule.name == "muon"
     )
-
-
-def build_optimizer(config: RunConfig) -> optax.GradientTransformation:
-    """The whole update rule; with Muon, `learning_rate` is the matrices' and AdamW's is that over `matrix_ratio`."""
-    rule, schedule = config.optimizer, learning_rate_schedule(config)
-    update = _adamw(rule, schedule) if rule.name == "adamw" else _muon(rule, schedule)
-    if rule.clip_norm is None:
-        return update
-    return optax.chain(optax.clip_by_global_norm(rule.clip_norm), update)
-
-
-def _adamw(rule: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    def decayed(params: Tree) -> Tree:
-        return jax.tree.map(lambda axes: axes is not None, matrix_axes(params), is_leaf=_is_axes)
-
-    return optax.adamw(
-        schedule,
-        b1=rule.beta1,
-        b2=rule.beta2,
-        eps=rule.epsilon,
-        eps_root=0.0,
-        weight_decay=rule.weight_decay,
-        mask=decayed,
-        nesterov=False,
-    )
-
-
-def _muon(rule: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    return optax.contrib.muon(
-        schedule,
+    muon = optax.contrib.scale_by_muon(
+        ns_coeffs=NEWTON_SCHULZ[rule.newton_schulz],
         ns_steps=rule.newton_schulz_steps,
         beta=rule.momentum,
-        eps=rule.epsilon,
-        weight_decay=rule.weight_decay,
+        eps=ORTHOGONALISATION_EPSILON,
         nesterov=True,
         adaptive=False,
         preconditioning="frobenius",
-        adam_b1=rule.beta1,
-        adam_b2=rule.beta2,
-        adam_eps_root=0.0,
-        adam_weight_decay=0.0,
-        adam_learning_rate=lambda step: schedule(step) / rule.matrix_ratio,
-        muon_weight_dimension_numbers=matrix_axes,
-        consistent_rms=None,
+        weight_dimension_numbers=matrix_axes,
     )
 
+    def labels(params: Tree) -> Tree:
+        def label(path: tuple[Any, ...], _: jax.Array) -> str:
+            return "muon" if update_rule(parameter_name(path), rule.name).startswith("muon") else "adam"
 
-def _is_axes(node: Any) -> bool:
-    return node is None or isinstance(node, MuonDimensionNumbers)
+        return tree_map_with_path(label, params)
+
+    transforms: dict[Hashable, optax.GradientTransformation] = {"adam": adam}
+    if rule.name != "adamw":
+        transforms["muon"] = muon
+    directions = optax.partition(transforms, labels)
+    return directions if rule.clip_norm is None else optax.chain(optax.clip_by_global_norm(rule.clip_norm), directions)
 
 
-def group_norms(tree: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Euclidean norm of a whole tree shaped like the parameters, and of each parameter group."""
-    squares: dict[str, jax.Array] = {}
-    for path, leaf in tree_flatten_with_path(tree)[0]:
-        group = parameter_group(path)
-        squares[group] = squares.get(group, jnp.zeros((), jnp.float32)) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-    total = jnp.sqrt(sum(squares.values(), start=jnp.zeros((), jnp.float32)))
-    return total, {group: jnp.sqrt(square) for group, square in squares.items()}
+def _group_decays(step: Int[Array, ""], horizon: Horizon, rule: OptimizerConfig) -> dict[str, Float[Array, ""]]:
+    """Weight decay of each group that has its own, at this step."""
+    group_decay = rule.group_decay
+    if group_decay is None:
+        return {}
+    share = jnp.where(step >= group_decay.start_step, 1.0, 0.0)
+    if group_decay.anneal:
+        share *= jnp.clip(1 - step / jnp.asarray(horizon.steps), 0, 1)
+    return {group: decay * share for group, decay in group_decay.decays}
+
+
+def _move(
+    name: str,
+    direction: jax.Array,
+    param: jax.Array,
+    *,
+    rule: OptimizerConfig,
+    rate: Float[Array, ""],
+    decays: Mapping[str, Float[Array, ""]],
+) -> jax.Array:
+    """The update of one parameter: a hyperball step, or −rate · (direction + decay · parameter).
+
+    Muon's direction is longer by √max(1, fan_out / fan_in), so that one rate fits every shape.
+    """
+    moved_by = update_rule(name, rule.name)
+    if moved_by == "muonh":
+        return hyperball_update(param, direction, rate=rate, axes=frobenius_axes(MATRIX_AXES[name]))
+    if moved_by == "adamh":
+        return hyperball_update(param, direction, rate=rate, axes=tuple(range(param.ndim)))
+    if moved_by == "muon":
+        fan_in, fan_out = fans(param.shape, MATRIX_AXES[name])
+        direction = math.sqrt(max(1, fan_out / fan_in)) * direction
+    elif rule.name != "adamw":
+        rate = rate / rule.matrix_ratio
+    matrix_decay = rule.weight_decay if name in MATRIX_AXES else 0.0
+    decay = decays.get(PARAMETERS[name].group, matrix_decay)
+    towards = direction if isinstance(decay, float) and decay == 0.0 else direction + decay * param
+    return (-rate * towards).astype(param.dtype)

@@ -20,6 +20,7 @@ from rungwise.analysis.points import final_eval_loss
 from rungwise.analysis.source import RunRecord
 from rungwise.ladder.console import duration
 from rungwise.ladder.home import family_folder, make_folder
+from rungwise.ladder.plan_table import plan_cells
 from rungwise.ladder.predict import FamilyRuns, Outcome, hero_outcome, load_family_runs, top_rung_loss
 from rungwise.ladder.report_figures import (
     Picture,
@@ -28,7 +29,7 @@ from rungwise.ladder.report_figures import (
     floor_picture,
     trajectory_pictures,
 )
-from rungwise.ladder.tables import half_width_text, law_text, loss_text, plan_cells, quantity
+from rungwise.ladder.tables import half_width_text, law_text, loss_text, quantity
 from rungwise.ladder.watch import Verdict, judge_loaded, recorded_alerts
 
 Cells = Sequence[Sequence[str]]

@@ -1,8 +1,7 @@
 """How results look in a terminal: each function turns the object that `--json` prints into Rich tables."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -60,7 +59,8 @@ def loss_text(value: float | str | None) -> str:
     return "–" if value is None else f"{decode_number(value):.4f}"
 
 
-def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+def build_table(title: str, *columns: str, caption: str | None = None) -> Table:
+    """An empty table in the house style: first column of words, the others of numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", caption=caption, box=box.SIMPLE_HEAD)
     table.caption_justify = "left"
     for position, name in enumerate(columns):
@@ -68,54 +68,10 @@ def _table(title: str, *columns: str, caption: str | None = None) -> Table:
     return table
 
 
-_PLAN_ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
-    ("width × layers", lambda r: f"{r['hidden_dim']:,} × {r['num_layers']}"),
-    ("parameters, total", lambda r: quantity(r["num_params"])),
-    ("parameters, active", lambda r: quantity(r["num_active_params"])),
-    ("tokens", lambda r: quantity(r["tokens"])),
-    ("tokens per active parameter", lambda r: f"{r['tokens_per_active_param']:.1f}"),
-    ("steps", lambda r: f"{r['steps']:,}"),
-    ("batch, sequences", lambda r: f"{r['batch_size']:,}"),
-    ("context, tokens", lambda r: f"{r['seq_len']:,}"),
-    ("learning rate", lambda r: f"{r['learning_rate']:.4g}"),
-    ("training FLOPs", lambda r: scientific(r["flops"])),
-    ("training FLOPs with head", lambda r: scientific(r["flops_with_head"])),
-)
-_LAST_OF_GROUP = frozenset(["parameters, active", "learning rate"])
-
-
-def plan_cells(plan: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str]:
-    """Heads, rows and a note: one column a rung and one for the hero; the seeds of a rung share a column."""
-    seeds = Counter(record["rung"] for record in plan["rungs"])
-    hero = plan["hero"]
-    runs = [record for record in (*plan["rungs"], hero) if record["name"] == record["rung"]]
-    rows = [["seeds", *(str(seeds[record["rung"]] or 1) for record in runs)]]
-    rows += [[label, *(text(record) for record in runs)] for label, text in _PLAN_ROWS]
-    rows.append(["share of the hero", *(percent(record["flops"] / hero["flops"]) for record in runs)])
-    note = (
-        f"{hero['num_experts']} experts, top {hero['top_k']}, {hero['num_shared_experts']} shared; "
-        f"vocabulary {hero['vocab_size']:,}; {hero['optimizer']}; "
-        f"{hero['transport']} over {hero['num_ranks']} ranks.\n"
-        f"The whole ladder costs {percent(plan['ladder_flops_share'])} of the hero's training FLOPs."
-    )
-    return ["", *(record["name"] for record in runs)], rows, note
-
-
-def plan_table(plan: Mapping[str, Any]) -> RenderableType:
-    """Every derived number of a family."""
-    columns, rows, note = plan_cells(plan)
-    table = _table(f"plan of {plan['family']}", *columns, caption=note)
-    table.columns[0].no_wrap = True
-    table.columns[-1].style = "bold"
-    for row in rows:
-        table.add_row(*row, end_section=row[0] in _LAST_OF_GROUP)
-    return table
-
-
 def status_table(status: Mapping[str, Any]) -> RenderableType:
     """One row a run: how far it is, how it does, how long it still takes."""
     columns = ("run", "state", "step", "loss", "tokens/s", "time left", "attempts")
-    table = _table(f"runs of {status['family']}", *columns)
+    table = build_table(f"runs of {status['family']}", *columns)
     for run in status["runs"]:
         style = _STATE_STYLES[run["state"]]
         steps = f"{run['step']:,} / {run['steps']:,}" if run["steps"] else f"{run['step']:,}"
@@ -135,7 +91,7 @@ def status_table(status: Mapping[str, Any]) -> RenderableType:
 
 def forecast_table(forecast: Mapping[str, Any]) -> RenderableType:
     """The forecast first, then what it rests on, what it refuses and what to beware of."""
-    table = _table(f"forecast of {forecast['metric']}, nats per token", "", "", caption=f"hash {forecast['hash']}")
+    table = build_table(f"forecast of {forecast['metric']}, nats per token", "", "", caption=f"hash {forecast['hash']}")
     table.show_header = False
     table.columns[1].justify = "left"
     table.columns[1].overflow = "fold"
@@ -200,7 +156,7 @@ def verdict_table(verdict: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [head]
     if verdict["alerts"]:
         columns = ("rule", "severity", "state", "since step", "observed", "expected", "what it means")
-        table = _table("alerts", *columns)
+        table = build_table("alerts", *columns)
         table.columns[-1].justify = "left"
         for alert in verdict["alerts"]:
             colour = _SEVERITY_STYLES[alert["severity"]]
@@ -221,7 +177,7 @@ def verdict_table(verdict: Mapping[str, Any]) -> RenderableType:
 def demo_table(result: Mapping[str, Any]) -> RenderableType:
     """The end of the demo: forecast, outcome, verdict, and where to look."""
     forecast, outcome = result["forecast"], result["outcome"]
-    table = _table(f"{result['family']}: what came of the forecast", "", "")
+    table = build_table(f"{result['family']}: what came of the forecast", "", "")
     table.show_header = False
     table.columns[1].justify, table.columns[1].overflow = "left", "fold"
     table.add_row("forecast", f"{forecast['point']:.4f} nats per token, final {forecast['metric']} of the hero")
@@ -248,7 +204,7 @@ def bench_table(result: Mapping[str, Any]) -> RenderableType:
     title = f"bench: jax {result['jax']} on {result['devices']}"
     ceiling = f"matrix-product ceiling, float32: [bold]{result['matmul_ceiling_gflops']:,.1f}[/] GFLOP/s"
     columns = ("", "ms", "tokens/s", "share of the ceiling", "in the best step")
-    steps = _table("training step, median", *columns)
+    steps = build_table("training step, median", *columns)
     for name, figures in result["steps"].items():
         steps.add_row(
             name,
@@ -262,10 +218,13 @@ def bench_table(result: Mapping[str, Any]) -> RenderableType:
         f"recording and judging a step: {overhead['record_and_judge_ms']:.2f} ms,"
         f" {percent(overhead['share_of_step'])} of the tiny hero's"
     )
+    compiled = build_table("compiling the training step, smallest rung of tiny", "layers", "seconds", "operations")
+    for depth, figures in result["compile"].items():
+        compiled.add_row(depth, f"{figures['compile_seconds']:.1f}", f"{figures['operations']:,.0f}")
     shapes = result["parts_ms"]
     note = "Each compiled alone: within a step the compiler joins them."
-    parts = _table("parts of a layer and of a step, forward and backward, ms", "", *shapes, caption=note)
+    parts = build_table("parts of a layer and of a step, forward and backward, ms", "", *shapes, caption=note)
     for name in dict.fromkeys(name for figures in shapes.values() for name in figures):
         cells = (figures.get(name) for figures in shapes.values())
         parts.add_row(name, *("–" if value is None else f"{value:.2f}" for value in cells))
-    return Group(f"[bold]{title}[/]", ceiling, "", steps, recorded, "", parts)
+    return Group(f"[bold]{title}[/]", ceiling, "", steps, recorded, "", compiled, "", parts)

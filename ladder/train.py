@@ -23,6 +23,7 @@ from rungwise.ladder.home import make_folder
 from rungwise.ladder.journal import Journal
 from rungwise.ladder.metrics import progress_metrics, source_metrics, step_metrics
 from rungwise.ladder.provenance import write_run_config
+from rungwise.ladder.schedule import horizon_of
 from rungwise.ladder.step import (
     TrainState,
     init_state,
@@ -166,12 +167,13 @@ class Trainer:
         )
         jitted = jax.jit(make_train_step(self.config), donate_argnums=0)
         train_step: Callable[..., tuple[TrainState, Any]] = jitted
+        horizon = horizon_of(self.config)  # an argument, so that runs that differ in it share a compiled program
         pending: tuple[int, Any, float] | None = None
         for step, tokens in self._batches_from(done):
             if step == done + 1:
-                train_step = jitted.lower(state, tokens).compile()  # apart, so that no step's time holds it
+                train_step = jitted.lower(state, tokens, horizon).compile()  # apart, so that no step's time holds it
             started = time.perf_counter()
-            state, figures = train_step(state, tokens)
+            state, figures = train_step(state, tokens, horizon)
             if pending is not None:
                 self._record(*pending)
             pending = (step, figures, started)

@@ -37,6 +37,23 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 
 @jax.custom_vjp
+def linear_wide(x: Float[Array, "tokens width"], weights: Float[Array, "width out"]) -> Float[Array, "tokens out"]:
+    """x · weights in float32 whatever the type of the factors: for logits, whose rounding would be a loss's error."""
+    return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
+
+
+def _wide_forward(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, Residuals]:
+    return linear_wide(x, weights), (x, weights)
+
+
+def _wide_backward(residuals: Residuals, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _linear_backward(residuals, cotangent.astype(residuals[0].dtype))
+
+
+linear_wide.defvjp(_wide_forward, _wide_backward)
+
+
+@jax.custom_vjp
 def gated(
     hidden: Float[Array, "*experts tokens 2*inner"], down: Float[Array, "*experts inner width"]
 ) -> Float[Array, "*experts tokens width"]:

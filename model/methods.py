@@ -70,7 +70,7 @@ def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMe
 
         return route(tokens, experts, gates, expert_fn, axis=AXIS, config=transport)
 
-    def method(latent: jax.Array, experts: jax.Array, gates: jax.Array, weights: dict[str, Any]) -> RoutedOutput:
+    def run(latent: jax.Array, experts: jax.Array, gates: jax.Array, weights: dict[str, Any]) -> RoutedOutput:
         batch, seq_len, width = latent.shape
         group = (data_replicas, transport.num_ranks, batch * seq_len // (data_replicas * transport.num_ranks))
         if batch % (data_replicas * transport.num_ranks):
@@ -92,7 +92,7 @@ def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMe
             receiver_dropped=jnp.sum(counts.receiver_dropped),
             tokens_lost_all_routes=jnp.sum(counts.tokens_lost_all_routes),
             expert_load=jnp.sum(counts.expert_load, axis=(0, 1)),
-            rank_load_max_over_mean=jnp.mean(jnp.max(rank_load, axis=-1) / mean_load),
+            rank_load_max_over_mean=jnp.sum(jnp.max(rank_load, axis=-1) / mean_load),
         )
 
-    return method
+    return MoeMethod(run=run, data_replicas=data_replicas, num_ranks=transport.num_ranks)

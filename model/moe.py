@@ -5,17 +5,20 @@ around it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rungwise.model.balance import quantile_bias
+from rungwise.model.balance import balance_loss, margins
 from rungwise.model.config import ModelConfig
 from rungwise.model.linear import gated, linear, side_by_side
 from rungwise.model.norm import rms_norm
-from rungwise.model.router import Routes, choose_experts
+from rungwise.model.router import Routes, assign_experts, choose_experts
+from rungwise.model.short_conv import short_conv
+from rungwise.model.stats import LayerSums, token_sums
 
 
 class RoutedOutput(NamedTuple):
@@ -30,40 +33,31 @@ class RoutedOutput(NamedTuple):
     expert_load: Int[Array, " experts"]
     """Assignments addressed to each expert, dropped ones included."""
     rank_load_max_over_mean: Float[Array, ""]
-    """Assignments addressed to the busiest rank over the mean rank, averaged over data replicas."""
+    """Assignments addressed to the busiest rank over the mean rank, added over data replicas."""
 
 
-MoeMethod = Callable[[jax.Array, jax.Array, jax.Array, dict[str, Any]], RoutedOutput]
-"""(latent [batch, seq, latent], experts [batch, seq, top_k], gates, expert weights) → `RoutedOutput`."""
+@dataclass(frozen=True, kw_only=True)
+class MoeMethod:
+    """How routed tokens reach their experts, and over how many ranks a batch is dealt out in order."""
 
-
-class LayerStats(NamedTuple):
-    """Figures of one layer and step; none is differentiated. Names are those of the metric vocabulary."""
-
-    drop_fraction: Float[Array, "*layers"]
-    sender_drop_fraction: Float[Array, "*layers"]
-    receiver_drop_fraction: Float[Array, "*layers"]
-    expert_load_max_over_mean: Float[Array, "*layers"]
-    rank_load_max_over_mean: Float[Array, "*layers"]
-    dead_experts: Float[Array, "*layers"]
-    router_entropy: Float[Array, "*layers"]
-    router_bias_abs_max: Float[Array, "*layers"]
-    topk_margin: Float[Array, "*layers"]
-    tokens_lost_all_routes: Float[Array, "*layers"]
-    balance_inner_product: Float[Array, "*layers"]
-    frequency_deviation: Float[Array, "*layers"]
-    probability_deviation: Float[Array, "*layers"]
-    router_z_loss: Float[Array, "*layers"]
-    attention_logit_max: Float[Array, "*layers"]
-    residual_rms: Float[Array, "*layers"]
+    run: Callable[[jax.Array, jax.Array, jax.Array, dict[str, Any]], RoutedOutput]
+    """(latent [batch, seq, latent], experts [batch, seq, top_k], gates, expert weights) → `RoutedOutput`."""
+    data_replicas: int
+    num_ranks: int
+    """Ranks of one replica."""
 
 
 class MoeResult(NamedTuple):
-    """Output of one MoE branch, without its residual."""
+    """Output of one MoE branch, without its residual, and what the step needs to know of it."""
 
     output: Float[Array, "batch seq hidden"]
-    stats: LayerStats
-    next_bias: Float[Array, " experts"]
+    sums: LayerSums
+    margins: Float[Array, "tokens experts"] | None
+    """Of every logit to its token's threshold, where quantile balancing needs them."""
+    router_z_loss: Float[Array, ""]
+    """Mean squared log-sum-exp of the router logits, differentiable."""
+    balance_loss: Float[Array, ""]
+    """Differentiable; zero unless balance is an auxiliary loss."""
 
 
 def moe(
@@ -73,65 +67,81 @@ def moe(
     *,
     config: ModelConfig,
     method: MoeMethod,
+    key: jax.Array | None = None,
+    conv: Float[Array, "kernel hidden"] | None = None,
 ) -> MoeResult:
-    """routed experts (latent, by `method`) + shared experts (full width, never cross ranks)."""
+    """routed experts (latent, by `method`) + shared experts (full width, never cross ranks).
+
+    Args:
+        key: of a random generator, for random routing.
+        conv: taps of a short convolution on the branch's output.
+    """
     rows = x.reshape(-1, config.hidden_dim)
     logits = linear(rows.astype(jnp.float32), params["router"].astype(jnp.float32)).reshape(*x.shape[:2], -1)
-    routes = choose_experts(logits, bias, top_k=config.top_k, gate_sum=config.gate_sum)
-    weights = [params["latent_down"]]
-    if config.num_shared_experts:
-        weights.append(side_by_side(params["shared"]["gate_up"]))
-    entering = linear(rows, jnp.concatenate(weights, axis=1))  # one product where two would read the same rows
-    latent, hidden = jnp.split(entering, [config.latent_dim], axis=1)
-    latent = rms_norm(latent, params["latent_norm"], epsilon=config.norm_epsilon).reshape(*x.shape[:2], -1)
-    routed = method(latent, routes.experts, routes.gates, params["experts"])
-    output = linear(routed.output.reshape(len(rows), -1), params["latent_up"])
-    if config.num_shared_experts:
+    routes = _routes(logits, bias, key, config)
+    latent, hidden = _entering(params, rows, config)
+    routed = method.run(
+        latent.reshape(*x.shape[:2], -1), routes.experts, routes.gates.astype(x.dtype), params["experts"]
+    )
+    output = routed.output.reshape(len(rows), -1)
+    if config.latent_dim is not None:
+        output = linear(output, params["latent_up"])
+    if hidden is not None:
         output = output + gated(hidden, params["shared"]["down"])
     output = output.reshape(x.shape)
+    if conv is not None:
+        output = short_conv(output, conv)
+    zero = jnp.zeros((), jnp.float32)
+    z_loss = jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1))) if config.router_z_loss_weight else zero
+    balance = zero
+    if config.balance == "auxiliary_loss":
+        parts = method.data_replicas * method.num_ranks
+        balance = balance_loss(logits, routes.experts, scope=config.balance_scope, num_ranks=parts)
     frozen = jax.lax.stop_gradient(logits)
     return MoeResult(
         output,
-        _layer_stats(frozen, bias, jax.lax.stop_gradient(routes), routed, config),
-        _next_bias(frozen, bias, routes, config),
+        _sums(frozen, jax.lax.stop_gradient(routes), routed, method),
+        margins(frozen, routes.threshold) if config.balance == "quantile" else None,
+        z_loss,
+        balance,
     )
 
 
-def _next_bias(logits: jax.Array, bias: jax.Array, routes: Routes, config: ModelConfig) -> jax.Array:
-    if config.balance == "none":
-        return bias
-    flat = logits.reshape(-1, config.num_experts)
-    return quantile_bias(flat, routes.threshold.reshape(-1), top_k=config.top_k)
+def _routes(logits: jax.Array, bias: jax.Array, key: jax.Array | None, config: ModelConfig) -> Routes:
+    if config.routing == "learned":
+        return choose_experts(logits, bias, top_k=config.top_k, gate_sum=config.gate_sum, gate=config.gate)
+    assert key is not None, "routing without a router needs a key"
+    return assign_experts(
+        logits, key, routing=config.routing, top_k=config.top_k, gate_sum=config.gate_sum, gate=config.gate
+    )
 
 
-def _layer_stats(
-    logits: jax.Array, bias: jax.Array, routes: Routes, routed: RoutedOutput, config: ModelConfig
-) -> LayerStats:
-    uniform = 1.0 / config.num_experts
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    probability = jnp.mean(jnp.exp(logits - log_z[..., None]), axis=(0, 1))
-    load = routed.expert_load.astype(jnp.float32)
-    frequency = load / jnp.maximum(jnp.sum(load), 1.0)
-    valid = jnp.maximum(routed.valid, 1).astype(jnp.float32)
-    sender, receiver = routed.sender_dropped / valid, routed.receiver_dropped / valid
-    off_frequency, off_probability = frequency - uniform, probability - uniform
-    scale = config.num_experts**0.5
-    zero = jnp.zeros((), jnp.float32)
-    return LayerStats(
-        drop_fraction=sender + receiver,
-        sender_drop_fraction=sender,
-        receiver_drop_fraction=receiver,
-        expert_load_max_over_mean=jnp.max(frequency) * config.num_experts,
-        rank_load_max_over_mean=routed.rank_load_max_over_mean,
-        dead_experts=jnp.sum(routed.expert_load == 0).astype(jnp.float32),
-        router_entropy=-jnp.sum(probability * jnp.log(jnp.maximum(probability, 1e-30))),
-        router_bias_abs_max=jnp.max(jnp.abs(bias)),
-        topk_margin=jnp.mean(routes.margin),
-        tokens_lost_all_routes=routed.tokens_lost_all_routes * config.top_k / valid,
-        balance_inner_product=config.num_experts * jnp.sum(off_frequency * off_probability),
-        frequency_deviation=scale * jnp.linalg.norm(off_frequency),
-        probability_deviation=scale * jnp.linalg.norm(off_probability),
-        router_z_loss=jnp.mean(jnp.square(log_z)),
-        attention_logit_max=zero,
-        residual_rms=zero,
+def _entering(
+    params: dict[str, Any], rows: Float[Array, "tokens hidden"], config: ModelConfig
+) -> tuple[Float[Array, "tokens routed"], Float[Array, "tokens inner"] | None]:
+    """Routed experts' input, and shared experts' gate and up side by side, None where there are none.
+
+    Both read the same rows, so they are one matrix product.
+    """
+    weights = []
+    if config.latent_dim is not None:
+        weights.append(params["latent_down"])
+    if config.num_shared_experts:
+        weights.append(side_by_side(params["shared"]["gate_up"]))
+    entering = linear(rows, jnp.concatenate(weights, axis=1)) if weights else None
+    if config.latent_dim is None:
+        return rows, entering
+    assert entering is not None
+    latent, hidden = jnp.split(entering, [config.latent_dim], axis=1)
+    latent = rms_norm(latent, params["latent_norm"], epsilon=config.norm_epsilon)
+    return latent, hidden if config.num_shared_experts else None
+
+
+def _sums(logits: jax.Array, routes: Routes, routed: RoutedOutput, method: MoeMethod) -> LayerSums:
+    counts = {field: getattr(routed, field) for field in RoutedOutput._fields if field != "output"}
+    return LayerSums(
+        **token_sums(logits, routes.margin),
+        **counts,
+        replicas=jnp.asarray(method.data_replicas, jnp.int32),
+        residual_square=jnp.zeros((), jnp.float32),
     )

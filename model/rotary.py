@@ -22,6 +22,6 @@ def rotate(
     """
     half = angles.shape[-1]
     shape = (angles.shape[0], *(1,) * (x.ndim - 3), half)
-    cos, sin = jnp.cos(angles).reshape(shape), jnp.sin(angles).reshape(shape)
+    cos, sin = (turn(angles).reshape(shape).astype(x.dtype) for turn in (jnp.cos, jnp.sin))
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos, rest], axis=-1)

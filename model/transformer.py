@@ -4,6 +4,7 @@
 `{"embed", "layers": {"attention", "moe", …}, "final_norm", "head"}`. Layers run in one `lax.scan`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from rungwise.comm.collectives import COLLECTIVE
 from rungwise.model.attention import LayerKind, attention
 from rungwise.model.config import ModelConfig
-from rungwise.model.linear import linear
-from rungwise.model.moe import LayerStats, MoeMethod, moe
-from rungwise.model.norm import rms, rms_norm
+from rungwise.model.linear import linear_wide
+from rungwise.model.moe import MoeMethod, moe
+from rungwise.model.norm import block_norm
 from rungwise.model.rotary import rotary_angles
+from rungwise.model.stats import LayerSums
 
 MAX_UNROLLED_LAYERS = 8
 """A scan step costs up to a fifth of the step on CPU; unrolled depth costs compile time. Up to here, unroll."""
@@ -25,13 +28,15 @@ Params = dict[str, Any]
 
 
 class ModelOutput(NamedTuple):
-    """What one forward pass yields."""
+    """What one forward pass yields. Fields after the logits have the layers as leading dimension."""
 
     logits: Float[Array, "batch seq vocab"]
-    stats: LayerStats
-    """Per-layer figures, leading dimension layers."""
-    next_bias: Float[Array, "layers experts"]
-    """Balancing bias for the next step."""
+    sums: LayerSums
+    attention_logit_max: Float[Array, " layers"]
+    margins: Float[Array, "layers tokens experts"] | None
+    """What quantile balancing computes the next bias from."""
+    router_z_loss: Float[Array, " layers"]
+    balance_loss: Float[Array, " layers"]
 
 
 def _matrix(rngs: nnx.Rngs, *shape: int, fan_in: int, scale: float) -> nnx.Param:
@@ -54,8 +59,11 @@ class Attention(nnx.Module):
         self.key = _matrix(rngs, layers, width, kv_heads, dim, fan_in=width, scale=scale)
         self.value = _matrix(rngs, layers, width, kv_heads, dim, fan_in=width, scale=scale)
         self.out = _matrix(rngs, layers, heads, dim, width, fan_in=heads * dim, scale=scale)
-        self.query_norm = _ones(layers, dim)
-        self.key_norm = _ones(layers, dim)
+        if config.learned_query_key_norm:
+            self.query_norm = _ones(layers, dim)
+            self.key_norm = _ones(layers, dim)
+        if config.attention_gate:
+            self.gate = nnx.Param(jnp.zeros((layers, width, heads), jnp.float32))
 
 
 class SwiGLU(nnx.Module):
@@ -66,21 +74,39 @@ class SwiGLU(nnx.Module):
         self.down = _matrix(rngs, *batch, inner, width, fan_in=inner, scale=scale)
 
 
+class NormGate(nnx.Module):
+    """Low-rank gate of a norm: `down` [*batch, dim, rank], `up` [*batch, rank, dim]."""
+
+    def __init__(self, *batch: int, config: ModelConfig, rngs: nnx.Rngs):
+        width, rank, scale = config.hidden_dim, config.gated_norm_rank, config.init_scale
+        self.down = _matrix(rngs, *batch, width, rank, fan_in=width, scale=scale)
+        self.up = _matrix(rngs, *batch, rank, width, fan_in=width, scale=scale)
+
+
+class ShortConvs(nnx.Module):
+    """Taps of every layer's short convolutions, stacked: 1 for the token itself, 0 for those before it."""
+
+    def __init__(self, config: ModelConfig):
+        kv_dim = config.num_kv_heads * config.head_dim
+        for site in config.short_conv_sites:
+            channels = kv_dim if site in ("key", "value") else config.hidden_dim
+            taps = jnp.zeros((config.num_layers, config.short_conv_kernel, channels), jnp.float32)
+            setattr(self, site, nnx.Param(taps.at[:, 0].set(1.0)))
+
+
 class Moe(nnx.Module):
     """Weights of every layer's MoE branch, stacked."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        layers, width, latent, scale = (
-            config.num_layers,
-            config.hidden_dim,
-            config.latent_dim,
-            config.init_scale,
-        )
+        layers, width, scale = config.num_layers, config.hidden_dim, config.init_scale
         self.router = _matrix(rngs, layers, width, config.num_experts, fan_in=width, scale=scale)
-        self.latent_down = _matrix(rngs, layers, width, latent, fan_in=width, scale=scale)
-        self.latent_norm = _ones(layers, latent)
-        self.latent_up = _matrix(rngs, layers, latent, width, fan_in=latent, scale=scale)
-        self.experts = SwiGLU(layers, config.num_experts, width=latent, inner=config.expert_dim, scale=scale, rngs=rngs)
+        if config.latent_dim is not None:
+            self.latent_down = _matrix(rngs, layers, width, config.latent_dim, fan_in=width, scale=scale)
+            self.latent_norm = _ones(layers, config.latent_dim)
+            self.latent_up = _matrix(rngs, layers, config.latent_dim, width, fan_in=config.latent_dim, scale=scale)
+        self.experts = SwiGLU(
+            layers, config.num_experts, width=config.routed_dim, inner=config.expert_dim, scale=scale, rngs=rngs
+        )
         if config.num_shared_experts:
             inner = config.num_shared_experts * config.expert_dim
             self.shared = SwiGLU(layers, width=width, inner=inner, scale=scale, rngs=rngs)
@@ -94,6 +120,11 @@ class Layers(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         self.moe_norm = _ones(config.num_layers, config.hidden_dim)
         self.moe = Moe(config, rngs=rngs)
+        if config.gated_norm_rank:
+            self.attention_norm_gate = NormGate(config.num_layers, config=config, rngs=rngs)
+            self.moe_norm_gate = NormGate(config.num_layers, config=config, rngs=rngs)
+        if config.short_conv_sites:
+            self.conv = ShortConvs(config)
 
 
 class Transformer(nnx.Module):
@@ -104,7 +135,14 @@ class Transformer(nnx.Module):
         self.embed = _matrix(rngs, vocab, width, fan_in=width, scale=scale)
         self.layers = Layers(config, rngs=rngs)
         self.final_norm = _ones(width)
-        self.head = _matrix(rngs, width, vocab, fan_in=width, scale=scale)
+        if config.embed_norm:
+            self.embed_norm = _ones(width)
+        if config.gated_norm_rank:
+            self.final_norm_gate = NormGate(config=config, rngs=rngs)
+            if config.embed_norm:
+                self.embed_norm_gate = NormGate(config=config, rngs=rngs)
+        if not config.tied_head:
+            self.head = _matrix(rngs, width, vocab, fan_in=width, scale=scale)
 
 
 def init_params(config: ModelConfig, seed: int) -> Params:
@@ -126,7 +164,24 @@ def layer_kinds(config: ModelConfig) -> LayerKind:
     """Window and rotary angles of every layer, stacked; global layers have zero angles."""
     angles = rotary_angles(config.seq_len, rotary_dim=config.rotary_dim, theta=config.rotary_theta)
     rotary = jnp.array([not config.is_global(layer) for layer in range(config.num_layers)], jnp.float32)
-    return LayerKind(jnp.array(config.windows, jnp.int32), rotary[:, None, None] * jnp.asarray(angles)[None, :, :])
+    return LayerKind(
+        window=jnp.array(config.windows, jnp.int32),
+        angles=rotary[:, None, None] * jnp.asarray(angles)[None, :, :],
+        whole=rotary == 0.0,
+    )
+
+
+def cast_weights(weights: Params, dtype: jnp.dtype) -> Params:
+    """Weights in the type of matrix products; the router, gains of norms and taps of convolutions stay as they are.
+
+    The router decides between nearly equal logits and is always multiplied in float32.
+    """
+
+    def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        name = path[-1].key
+        return leaf if name == "router" or name.endswith("norm") or path[0].key == "conv" else leaf.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, weights)
 
 
 def forward(
@@ -136,31 +191,60 @@ def forward(
     *,
     config: ModelConfig,
     method: MoeMethod,
+    compute_dtype: Any = jnp.float32,
+    rematerialize: str = "nothing",
+    key: jax.Array | None = None,
 ) -> ModelOutput:
     """Logits of the next token at every position, float32, with per-layer figures.
 
     Args:
         bias: balancing bias that selects experts in this pass.
         method: how routed tokens reach their experts.
+        compute_dtype: of matrix products and activations.
+        rematerialize: what the backward pass computes again: `nothing`, `blocks`, or `blocks_keep_communication`.
+        key: of a random generator, for random routing; a fixed one when absent.
     """
+    dtype = jnp.dtype(compute_dtype)
 
-    def block(
-        x: jax.Array, layer: tuple[Params, jax.Array, LayerKind]
-    ) -> tuple[jax.Array, tuple[LayerStats, jax.Array]]:
-        weights, layer_bias, kind = layer
-        normed = rms_norm(x, weights["attention_norm"], epsilon=config.norm_epsilon)
-        branch, attention_max = attention(weights["attention"], normed, kind, config=config)
+    def block(x: jax.Array, layer: tuple[Params, jax.Array, LayerKind, jax.Array | None]) -> tuple[jax.Array, Any]:
+        weights, layer_bias, kind, layer_key = layer
+        weights = cast_weights(weights, dtype)
+        conv = weights.get("conv", {})
+        normed = block_norm(x, weights, "attention_norm", epsilon=config.norm_epsilon)
+        branch, attention_max = attention(weights["attention"], normed, kind, config=config, conv=conv)
         x = x + branch
-        normed = rms_norm(x, weights["moe_norm"], epsilon=config.norm_epsilon)
-        result = moe(weights["moe"], layer_bias, normed, config=config, method=method)
+        normed = block_norm(x, weights, "moe_norm", epsilon=config.norm_epsilon)
+        result = moe(
+            weights["moe"], layer_bias, normed, config=config, method=method, key=layer_key, conv=conv.get("moe")
+        )
         x = x + result.output
-        stats = result.stats._replace(attention_logit_max=attention_max, residual_rms=rms(jax.lax.stop_gradient(x)))
-        return x, (stats, result.next_bias)
+        squares = jnp.mean(jnp.square(jax.lax.stop_gradient(x).astype(jnp.float32)), axis=-1)
+        sums = result.sums._replace(residual_square=jnp.sum(squares))
+        return x, (sums, attention_max, result.margins, result.router_z_loss, result.balance_loss)
 
-    x = params["embed"][tokens]
+    layers, outer = params["layers"], {name: leaf for name, leaf in params.items() if name != "layers"}
+    outer = cast_weights(outer, dtype)
+    x = params["embed"][tokens].astype(dtype)  # cast after the look-up: its gradient adds up in float32
+    if config.embed_norm:
+        x = block_norm(x, outer, "embed_norm", epsilon=config.norm_epsilon)
     unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
-    x, (stats, next_bias) = jax.lax.scan(block, x, (params["layers"], bias, layer_kinds(config)), unroll=unroll)
-    x = rms_norm(x, params["final_norm"], epsilon=config.norm_epsilon)
-    logits = linear(x.reshape(-1, config.hidden_dim), params["head"]).astype(jnp.float32)
-    logits = logits.reshape(*tokens.shape, config.vocab_size)
-    return ModelOutput(logits, stats, next_bias)
+    keys = None if config.routing == "learned" else jax.random.split(_key_or_fixed(key), config.num_layers)
+    scanned = (layers, bias, layer_kinds(config), keys)
+    x, per_layer = jax.lax.scan(_rematerialized(block, rematerialize), x, scanned, unroll=unroll)
+    x = block_norm(x, outer, "final_norm", epsilon=config.norm_epsilon)
+    head = outer["embed"].T if config.tied_head else outer["head"]
+    logits = linear_wide(x.reshape(-1, config.hidden_dim), head)
+    return ModelOutput(logits.reshape(*tokens.shape, config.vocab_size), *per_layer)
+
+
+def _key_or_fixed(key: jax.Array | None) -> jax.Array:
+    return jax.random.key(0) if key is None else key
+
+
+def _rematerialized(block: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """A block whose intermediate values the backward pass computes again; figures leave it once all the same."""
+    if mode == "nothing":
+        return block
+    policies = jax.checkpoint_policies
+    keep = policies.save_only_these_names(COLLECTIVE) if mode == "blocks_keep_communication" else None
+    return jax.checkpoint(block, policy=keep or policies.nothing_saveable)

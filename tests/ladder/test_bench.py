@@ -31,12 +31,25 @@ def test_bench_tables_show_every_figure():
         "matmul_ceiling_gflops": 123.4,
         "steps": {"shape": figures},
         "tracking_and_watch": {"record_and_judge_ms": 0.876, "share_of_step": 0.0123},
+        "compile": {"4": {"compile_seconds": 12.3, "operations": 4567}},
         "parts_ms": {"shape": {"router": 1.234}},
     }
     console = Console(width=100)
     with console.capture() as capture:
         console.print(bench_table(result))
     shown = capture.get()
-    figures = ("jax 0.0 on 1 × cpu", "123.4 GFLOP/s", "31.2", "65,536", "31.0%", "33.3%", "0.88 ms", "1.23%", "router")
+    figures = (
+        "jax 0.0 on 1 × cpu",
+        "123.4 GFLOP/s",
+        "31.2",
+        "65,536",
+        "31.0%",
+        "33.3%",
+        "0.88 ms",
+        "1.23%",
+        "12.3",
+        "4,567",
+        "router",
+    )
     for figure in figures:
         assert figure in shown

@@ -14,7 +14,7 @@ from rungwise.ladder.step import (
     state_to_tree,
     tree_to_state,
 )
-from rungwise.model.moe import LayerStats
+from rungwise.model.stats import LayerStats
 
 
 @pytest.fixture(scope="module")
