@@ -14,6 +14,7 @@ import pandas as pd
 
 from rungwise.analysis.curves import forecast_curve
 from rungwise.analysis.forecast import Forecast, forecast_final
+from rungwise.analysis.optimum import recipe_gap, sweep_key
 from rungwise.analysis.points import final_eval_loss, final_train_loss, ladder_points, logged_values
 from rungwise.analysis.registry import load_registered, load_registered_mlflow, register
 from rungwise.analysis.source import RunRecord, load_runs
@@ -22,6 +23,7 @@ from rungwise.ladder.console import log, one_line
 from rungwise.ladder.family import LadderConfig, UnknownFamily, load_family
 from rungwise.ladder.home import FAMILY_FILE, forecasts_folder, resolve_tracking
 from rungwise.ladder.plan import plan_ladder
+from rungwise.ladder.sweep import load_summary
 from rungwise.ladder.tracking import mirror_forecast
 
 CURVE_METRICS: Final = ("eval/loss", "train/loss")
@@ -37,6 +39,8 @@ class FamilyRuns:
     """What `ladder plan --json` prints."""
     records: list[RunRecord]
     registered: Forecast | None
+    sweeps: dict[str, Any] | None = None
+    """Summary of the family's sweeps here; None where nothing was swept."""
 
     @property
     def rungs(self) -> list[RunRecord]:
@@ -84,7 +88,8 @@ def load_family_runs(family: str, *, home: Path, tracking: str | None = None) ->
     registered = load_registered(forecasts_folder(home, name))
     if registered is None and tracking is not None:
         registered = load_registered_mlflow(tracking, name)
-    return FamilyRuns(family=name, plan=plan, records=records, registered=registered)
+    sweeps = load_summary(home, name)
+    return FamilyRuns(family=name, plan=plan, records=records, registered=registered, sweeps=sweeps)
 
 
 def _load_definition(family: str, tracking: str | None) -> LadderConfig:
@@ -109,7 +114,7 @@ def forecast_runs(runs: FamilyRuns, *, level: float = 0.9) -> Forecast:
         ValueError: the ladder and the hero do not compare; the message says why.
         UnfitForecast: fewer than three usable rungs.
     """
-    points = ladder_points(runs.rungs)
+    points = with_sweeps(ladder_points(runs.rungs), runs)
     target = {key: value for key, value in runs.plan["hero"].items() if isinstance(value, int | float | str)}
     forecast = forecast_final(points, target, level=level)
     if forecast.low is None:
@@ -122,6 +127,21 @@ def forecast_runs(runs: FamilyRuns, *, level: float = 0.9) -> Forecast:
             curve = forecast_curve(curves, target, level=level, final=final)
             forecast = forecast.with_curve(curve, metric=metric)
     return forecast
+
+
+def with_sweeps(points: pd.DataFrame, runs: FamilyRuns) -> pd.DataFrame:
+    """The points with what each rung's recipe loses by the family's sweeps; missing where nothing was swept."""
+    if runs.sweeps is None or points.empty:
+        return points
+    configs = {record.run: record.config for record in runs.rungs}
+    gaps = [
+        recipe_gap(runs.sweeps, row["rung"], learning_rate=row["learning_rate"], key=sweep_key(configs[row["run"]]))
+        for row in points.to_dict("records")
+    ]
+    return points.assign(
+        sweep_loss_lost_percent=[None if gap is None else gap.percent for gap in gaps],
+        sweep_at_edge=[None if gap is None else gap.at_edge for gap in gaps],
+    )
 
 
 def rung_curves(records: Iterable[RunRecord], metric: str) -> pd.DataFrame:

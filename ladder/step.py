@@ -131,7 +131,8 @@ def make_train_step(config: RunConfig) -> TrainStep:
 def _unless_empty(counted: Float[Array, ""], following: TrainState, state: TrainState) -> TrainState:
     """The state as it was, but for the step number, where no token was counted: there is nothing to learn from."""
     kept = jax.tree.map(lambda new, old: jnp.where(counted > 0, new, old), following, state)
-    return kept._replace(step=following.step)
+    optimizer = kept.optimizer._replace(step=following.optimizer.step)  # the schedule goes on with the step
+    return kept._replace(step=following.step, optimizer=optimizer)
 
 
 def make_eval_step(config: RunConfig, *, dropping: bool = False) -> Callable[[TrainState, jax.Array], jax.Array]:
