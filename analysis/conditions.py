@@ -12,11 +12,36 @@ import pandas as pd
 MAX_RATIO_SPREAD: Final = 0.10
 """Tokens per active parameter may differ by this much before compute alone says nothing about the loss."""
 
+MAX_RECIPE_EXCESS: Final = 0.005
+"""Loss a rung's recipe may cost against its swept optimum: as much as a rung may lie off its law (intervals.py)."""
+STANDARD: Final[Mapping[str, tuple[str, ...]]] = {
+    "tokens per active parameter": ("tokens_per_active_param",),
+    "steps": ("steps",),
+    "batch tokens": ("tokens_per_step", "batch_tokens"),
+    "optimizer": ("optimizer",),
+    "learning-rate law": ("learning_rate_law", "lr_schedule", "schedule"),
+    "context": ("seq_len",),
+    "mixture": ("mixture", "source_fraction"),
+    "epochs per source": ("epochs",),
+    "transport": ("transport",),
+    "capacity": ("capacity",),
+    "precision": ("precision",),
+    "horizon": ("tokens",),
+    "dropless evaluation": ("dropless",),
+}
+"""What a forecast should state of rungs and hero, and the column names that state it."""
+
 _IDENTITY: Final = "run rung seed name role config_hash"
-_OUTCOME: Final = "loss metric loss_rule"
+_OUTCOME: Final = (
+    "loss metric loss_rule loss_correction loss_error state progress decay_complete recipe_excess recipe_at_edge"
+)
 _SHAPE: Final = "hidden_dim num_layers num_heads num_kv_heads head_dim expert_dim latent_dim"
-_SIZE: Final = "num_params num_active_params"
-_COST: Final = "flops flops_with_head flops_causal flops_causal_with_head data_replicas"
+_SIZE: Final = (
+    "num_params num_params_with_bias num_active_params num_active_params_with_gates num_active_params_everything"
+)
+_COST: Final = (
+    "flops flops_with_head flops_causal flops_causal_with_head flops_everything flops_everything_causal data_replicas"
+)
 _NOT_CONDITIONS: Final = frozenset(f"{_IDENTITY} {_OUTCOME} {_SHAPE} {_SIZE} {_COST}".split())
 
 
@@ -42,18 +67,48 @@ def _condition(values: list[Any], hero: Any) -> dict[str, Any]:
     return {"rungs": distinct, "hero": str(hero), "outside": str(hero) not in distinct}
 
 
-def refuse_ratio(conditions: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuses a ladder whose tokens per active parameter are not the hero's.
+def ratio_spread(conditions: Mapping[str, Mapping[str, Any]]) -> float:
+    """By what share tokens per active parameter differ over rungs and hero; 0 where they are not known."""
+    ratio = conditions.get("tokens_per_active_param")
+    if ratio is None:
+        return 0.0
+    values = [*ratio["rungs"], ratio["hero"]]
+    return max(values) / min(values) - 1.0
+
+
+def refuse_ratio(conditions: Mapping[str, Mapping[str, Any]], *, why: str | None = None) -> None:
+    """Refuses a law in compute alone where tokens per active parameter differ; `why` no law in both helps here.
 
     Raises:
         ValueError: the ratio spreads by more than `MAX_RATIO_SPREAD` over rungs and hero.
     """
-    ratio = conditions.get("tokens_per_active_param")
-    if ratio is None:
+    if ratio_spread(conditions) <= MAX_RATIO_SPREAD:
         return
+    ratio = conditions["tokens_per_active_param"]
     values = [*ratio["rungs"], ratio["hero"]]
-    if max(values) > min(values) * (1.0 + MAX_RATIO_SPREAD):
-        raise ValueError(
-            f"tokens per active parameter run from {min(values):.4g} to {max(values):.4g} over rungs and hero; "
-            f"a law in compute alone needs them within {MAX_RATIO_SPREAD:.0%}: train the ladder at the hero's ratio"
-        )
+    also = f" ({why})" if why else ""
+    raise ValueError(
+        f"tokens per active parameter run from {min(values):.4g} to {max(values):.4g} over rungs and hero; "
+        f"a law in compute alone needs them within {MAX_RATIO_SPREAD:.0%}: train the ladder at the hero's ratio{also}"
+    )
+
+
+def recipe_warnings(table: pd.DataFrame) -> list[str]:
+    """Runs whose recipe is off its swept optimum: columns recipe_excess (relative loss above it), recipe_at_edge."""
+    found = []
+    for row in table.to_dict("records"):
+        excess, name = row.get("recipe_excess"), row.get("run")
+        if isinstance(excess, int | float) and excess > MAX_RECIPE_EXCESS:
+            found.append(
+                f"the recipe of {name} costs {excess:.2%} of loss against its swept optimum "
+                f"(more than {MAX_RECIPE_EXCESS:.1%}): the law then mixes scale with recipe"
+            )
+        if row.get("recipe_at_edge") is True or str(row.get("recipe_at_edge")).lower() == "true":
+            found.append(f"the optimum of {name} lies at its grid's edge: the true one may be beyond")
+    return found
+
+
+def unstated_conditions(conditions: Mapping[str, Any]) -> list[str]:
+    """Standard conditions that rungs or hero do not state, so that nothing is known about them."""
+    known = " ".join(conditions)
+    return [label for label, keys in STANDARD.items() if not any(key in known for key in keys)]

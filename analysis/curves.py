@@ -1,14 +1,13 @@
-"""The whole trajectory of a hero from its rungs' curves: loss at equal progress, with a band.
+"""The whole trajectory of a hero from its rungs' curves: loss at equal progress, with bands.
 
-Every run's curve is brought to common progress (share of its own token horizon) and written as log L(p) - log
-L(1), its shape. The hero's shape comes from the rungs' by one of `SHAPES`, whichever predicts held-out upper
-rungs best from the lower ones; its end comes from `forecast_final`. The band joins the end's interval with
-what the shape missed.
+Every run's curve is brought to common progress (share of its own token horizon). The hero's shape comes from those of
+the rungs (`shapes.py`), its end from `forecast_final`, and the bands join what either may miss (`bands.py`). Rows
+become curves in `curve_rows.py`; other quantities than losses are `metric_curves.py`.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,89 +15,40 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
+from rungwise.analysis.bands import CurveError
+from rungwise.analysis.conditions import MAX_RATIO_SPREAD
+from rungwise.analysis.curve_rows import (
+    SETTLED,
+    common_grid,
+    falling,
+    identity_of,
+    log_steps_of,
+    only_falls,
+    smooth_curve,
+    split_runs,
+)
+from rungwise.analysis.fit import UnfitForecast, fit_law
 from rungwise.analysis.forecast import Forecast, forecast_final
+from rungwise.analysis.planned import plan_shapes
 from rungwise.analysis.points import target_flops
+from rungwise.analysis.shapes import (
+    PLAN_ERROR,
+    Collapse,
+    Ladder,
+    ShapeForecast,
+    collapse_floor,
+    forecast_shape,
+    leverage_of,
+)
 
 Array = NDArray[np.float64]
 
-NOISY_ROWS: Final = 60
-"""A curve with more rows is per-step training loss and is smoothed; a shorter one is evaluations, interpolated."""
-SMOOTHING: Final = 0.10
-"""Half width of the smoothing window as a share of the progress reached: narrow where the curve is steep."""
-MIN_WINDOW_ROWS: Final = 8
-END_WINDOW_ROWS: Final = 32
 SPAN: Final = 2.0
 """A fall is measured from progress p / SPAN to p."""
 MEASURED_SHARE: Final = 0.7
 """The least a measured slope error is taken for, as a share of the unmeasured one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ladder:
-    """Rung curves on one progress grid: log compute (k,), log loss (k, p), floor and exponent of the final law."""
-
-    log_flops: Array
-    log_loss: Array
-    floor: float
-    exponent: float
-
-    @property
-    def shapes(self) -> Array:
-        return self.log_loss - self.log_loss[:, -1:]
-
-    def below(self, held: int) -> "Ladder":
-        return Ladder(
-            log_flops=self.log_flops[:held],
-            log_loss=self.log_loss[:held],
-            floor=self.floor,
-            exponent=self.exponent,
-        )
-
-
-def _same_ratio(ladder: Ladder, _log_flops: float, _log_final: float) -> Array:
-    """The top rung's ratio to its own final loss."""
-    return ladder.shapes[-1]
-
-
-def _mean_ratio(ladder: Ladder, _log_flops: float, _log_final: float) -> Array:
-    """The rungs' mean ratio."""
-    return ladder.shapes.mean(axis=0)
-
-
-def _ratio_trend(ladder: Ladder, log_flops: float, _log_final: float) -> Array:
-    """A line in log compute through the ratios at each progress."""
-    x = ladder.log_flops - ladder.log_flops.mean()
-    slope = x @ ladder.shapes / (x @ x)
-    return ladder.shapes.mean(axis=0) + slope * (log_flops - ladder.log_flops.mean())
-
-
-def _same_excess(ladder: Ladder, _log_flops: float, log_final: float) -> Array:
-    """The top rung's ratio of excess over the floor, on top of the hero's floor."""
-    top = np.exp(ladder.log_loss[-1])
-    floor = min(ladder.floor, 0.98 * float(top[-1]), 0.98 * math.exp(log_final))
-    final = math.exp(log_final)
-    return np.log(floor + (final - floor) * (top - floor) / (top[-1] - floor)) - log_final
-
-
-def _shared_exponent(ladder: Ladder, log_flops: float, _log_final: float) -> Array:
-    """L(p, C) = b0(p) + b1(p) C^-alpha at each progress, with the final law's alpha; then as a ratio to its own end."""
-    power = np.exp(-ladder.exponent * (ladder.log_flops - ladder.log_flops.mean()))
-    loss = np.exp(ladder.log_loss)
-    x = power - power.mean()
-    slope = x @ loss / (x @ x)
-    here = math.exp(-ladder.exponent * (log_flops - float(ladder.log_flops.mean())))
-    predicted = loss.mean(axis=0) + slope * (here - power.mean())
-    predicted = np.maximum(predicted, 0.2 * loss.min(axis=0))
-    return np.log(predicted) - math.log(predicted[-1])
-
-
-SHAPES: Final[Mapping[str, Callable[[Ladder, float, float], Array]]] = {
-    "same_ratio": _same_ratio,
-    "mean_ratio": _mean_ratio,
-    "ratio_trend": _ratio_trend,
-    "same_excess": _same_excess,
-    "shared_exponent": _shared_exponent,
-}
+COLLAPSED: Final = 0.95
+"""Share of the variance between ratio curves that one floor must remove to count as the law's floor."""
 
 
 def forecast_curve(
@@ -109,52 +59,195 @@ def forecast_curve(
     level: float = 0.9,
     final: Forecast | None = None,
     floor: float | None = None,
+    schedule: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
-    """Forecast loss along a new run at `target`: columns progress, loss, low, high, slope_error.
+    """Forecast loss along a new run at `target`: progress, loss, low, high, low_all, high_all, slope_error.
 
-    slope_error: by what share of itself the curve's fall up to there may be wrong, at most 1 (then the curve
-    says nothing but that the loss falls).
+    low and high hold the run at one progress with probability `level`, low_all and high_all all of it at once. The
+    loss never rises where the rungs' only fall. slope_error: by what share of itself the curve's fall up to there may
+    be wrong, at most 1 (then the curve says nothing but that the loss falls).
 
     Args:
-        curves: columns run, flops, num_params, tokens (final), progress in (0, 1], loss; per-step training
-            loss or sparse
-            evaluations. Runs of one compute are averaged. Non-finite losses are left out.
+        curves: columns run, flops, num_params, tokens (final), steps, progress in (0, 1], loss, learning_rate (those
+            known); per-step training loss or sparse evaluations. Runs of one compute are averaged. Non-finite losses
+            are left out. Where tokens per parameter vary, shapes come from the runs that have the target's.
         progress: where to forecast; default 40 values from the rungs' first common point to 1.
-        final: forecast of the same metric's final loss; None makes one from the curves' own ends.
+        final: forecast of the same metric's final loss; None makes one from the curves' own ends, with the floor at
+            which the curves collapse where they do.
         floor: pins the law's floor where `final` is made here, nats.
+        schedule: the target's planned learning_rate by progress; with the rungs' own learning rates and steps it adds
+            the law of schedules, which alone counts where the target's schedule is another.
     Raises:
-        ValueError: a curve does not reach its end, `progress` lies outside the rungs', or as
-            `forecast_final`.
-    The frame's `attrs` hold the shape chosen ("shape") and each candidate's held-out error ("errors", log
-    units).
+        ValueError: a curve does not reach its end (`complete_curves` continues it), `progress` lies outside the rungs',
+            or as `forecast_final`.
+    The frame's `attrs`: "shape" (the heaviest candidate), "weights" and "errors" (each candidate's held-out miss, log
+    units), "collapse" (floor, error and share), "steps_ratio" (target over the largest rung, None if not known),
+    "degrees" of freedom of the band.
     """
-    runs = _split_runs(curves)
-    first = max(float(run["progress"].iloc[0]) for run in runs)
-    grid = np.geomspace(max(first, 1e-3), 1.0, 80)
-    smoothed = np.array([smooth_curve(run["progress"], run["loss"], grid) for run in runs])
+    everything = split_runs(curves)
+    runs = _of_ratio(everything, target)
+    grid = common_grid(runs)
+    weight = np.where(grid >= SETTLED, np.gradient(grid), 0.0)
+    smoothed = np.array([smooth_curve(run["progress"].clip(upper=1.0), run["loss"], grid) for run in runs])
+    ladder, rungs = _by_compute(runs, smoothed, weight / weight.sum())
+    log_flops, log_steps = math.log(target_flops(target)), log_steps_of(target)
+    collapse = collapse_floor(ladder.log_loss, ladder.weight)
+    collapse = replace(collapse, error=math.sqrt(leverage_of(ladder, log_flops, log_steps)) * collapse.error)
     if final is None:
-        ends = [{**_identity(run), "loss": float(np.exp(row[-1]))} for run, row in zip(runs, smoothed, strict=True)]
-        final = forecast_final(ends, target, level=level, floor=floor)
+        final, doubt = _own_final(everything, target, collapse, level=level, floor=floor)
+        floor_error = collapse.error if doubt else _floor_error(final)
+    else:
+        doubt, floor_error = 0.0, _floor_error(final)
     if final.low is None or final.high is None:
         raise ValueError(f"no band: {final.status}")
+    plan = plan_shapes(rungs, schedule, target, grid)
+    final = replace(final, **{key: math.exp(plan.shift) * getattr(final, key) for key in ("point", "low", "high")})
+    doubt = math.hypot(math.hypot(doubt, _completion(runs, log_flops)), PLAN_ERROR * plan.shift)
     law = final.laws[0]
-    ladder = _by_compute(runs, smoothed, floor=law["floor"], exponent=law["exponent"])
-    errors, misses = _held_out(ladder)
-    name = min(errors, key=lambda key: errors[key])
+    ladder = replace(ladder, floor=law["floor"], exponent=law["exponent"], planned=plan.shapes)
     log_final = math.log(final.point)
-    shape = SHAPES[name](ladder, math.log(target_flops(target)), log_final)
-    spread = _band(misses[name], level)
-    middle = np.exp(log_final + shape)
-    low = np.exp(log_final + shape - np.hypot(math.log(final.point / final.low), spread))
-    high = np.exp(log_final + shape + np.hypot(math.log(final.high / final.point), spread))
-    wanted = _wanted(progress, grid)
-    measured = _band(_fall_errors(ladder, misses[name], grid), level)
-    slope = np.clip(measured, MEASURED_SHARE * unmeasured_slope_error(grid), 1.0)
-    columns = {key: np.interp(np.log(wanted), np.log(grid), values) for key, values in
-               (("loss", middle), ("low", low), ("high", high), ("slope_error", slope))}  # fmt: skip
-    table = pd.DataFrame({"progress": wanted, **columns})
-    table.attrs.update(shape=name, errors=errors)
-    return table
+    shape = forecast_shape(
+        ladder, log_flops=log_flops, log_steps=log_steps, log_final=log_final, floor_error=floor_error,
+        only=("schedule_law",) if plan.changed else None,
+    )  # fmt: skip
+    middle = log_final + shape.shape
+    if only_falls(ladder.log_loss):
+        middle = falling(middle)
+        middle += log_final - middle[-1]
+    error = _curve_error(shape, final, grid, level=level, doubt=doubt)
+    table = _table(middle, error, final, grid, level=level)
+    table["slope_error"] = _slope_error(ladder, shape, grid, level)
+    table.attrs.update(_evidence(shape, collapse, error, ladder, log_steps))
+    return _at_wanted(table, progress, grid)
+
+
+def _own_final(
+    runs: list[pd.DataFrame], target: Mapping[str, Any], collapse: Collapse, *, level: float, floor: float | None
+) -> tuple[Forecast, float]:
+    """Forecast of the curves' own ends, and the log error that a floor found by collapse adds to it."""
+    end = np.ones(1)
+    ends = [
+        {**identity_of(run), "loss": float(np.exp(smooth_curve(run["progress"].clip(upper=1.0), run["loss"], end)[0]))}
+        for run in runs
+    ]
+    largest = 0.999 * target_flops(target)  # of another ratio a run may well have cost more
+    ends = [row for row in ends if target_flops(row) < largest] or ends
+    if floor is not None or collapse.share < COLLAPSED:
+        return forecast_final(ends, target, level=level, floor=floor), 0.0
+    reason = f"the rungs' whole curves collapse at it ({collapse.share:.1%} of their spread)"
+    final = forecast_final(ends, target, level=level, floor=collapse.floor, floor_reason=reason)
+    lowest = min(row["loss"] for row in ends)
+    moved = min(collapse.floor + collapse.error, 0.999 * lowest)
+    other = forecast_final(ends, target, level=level, floor=moved).point
+    # The ends alone may want another floor: half of what that would change counts as doubt too.
+    fitted = fit_law([target_flops(row) for row in ends], [row["loss"] for row in ends]).law.value(target_flops(target))
+    return final, math.hypot(math.log(other / final.point), 0.5 * math.log(float(fitted) / final.point))
+
+
+def _floor_error(final: Forecast) -> float:
+    """Standard deviation of the floor by its profile, nats; 0 where it is pinned."""
+    if final.floor is not None or not final.floor_profile:
+        return 0.0
+    floors, weights = (np.array([row[key] for row in final.floor_profile]) for key in ("floor", "weight"))
+    return math.sqrt(float(np.cov(floors, aweights=weights, ddof=0)))
+
+
+def _of_ratio(runs: list[pd.DataFrame], target: Mapping[str, Any]) -> list[pd.DataFrame]:
+    """The runs with the target's tokens per (active) parameter, where that is known of all."""
+    size = "num_active_params" if target.get("num_active_params") else "num_params"
+    if not target.get(size) or not target.get("tokens") or any(not {size, "tokens"} <= set(run) for run in runs):
+        return runs
+    wanted = float(target["tokens"]) / float(target[size])
+    ratios = [float(run["tokens"].iloc[-1]) / float(run[size].iloc[-1]) for run in runs]
+    alike = [run for run, ratio in zip(runs, ratios, strict=True) if abs(math.log(ratio / wanted)) <= MAX_RATIO_SPREAD]
+    if len(alike) < 3:
+        raise ValueError(
+            f"{len(alike)} rungs have the target's {wanted:.4g} tokens per parameter; a curve needs at least 3 of them"
+        )
+    return alike
+
+
+def _by_compute(runs: list[pd.DataFrame], smoothed: Array, weight: Array) -> tuple[Ladder, list[pd.DataFrame]]:
+    """Rungs of one compute averaged, in order of compute, and the first run of each."""
+    log_flops = np.array([math.log(target_flops(identity_of(run))) for run in runs])
+    log_steps = np.array([log_steps_of(identity_of(run)) for run in runs])
+    order = np.argsort(log_flops, kind="stable")
+    rung = np.concatenate([[0], np.cumsum(np.diff(log_flops[order]) > 1e-3)])
+    members = [order[rung == index] for index in np.unique(rung)]
+    if len(members) < 3:
+        raise UnfitForecast(f"{len(members)} rungs cannot carry a curve with a band; train at least 3")
+    ladder = Ladder(
+        log_flops=np.array([log_flops[group].mean() for group in members]),
+        log_steps=np.array([log_steps[group].mean() for group in members]),
+        log_loss=np.array([smoothed[group].mean(axis=0) for group in members]),
+        weight=weight,
+        floor=0.0,
+        exponent=0.0,
+        planned=np.full((len(members), weight.size), math.nan),
+    )
+    return ladder, [runs[group[0]] for group in members]
+
+
+def _completion(runs: list[pd.DataFrame], log_target: float) -> float:
+    """Log error of the target's end from rungs whose curves were continued: through a line in log compute."""
+    if "completion_error" not in runs[0]:
+        return 0.0
+    x = np.array([math.log(target_flops(identity_of(run))) for run in runs])
+    errors = np.array([float(run["completion_error"].iloc[-1]) for run in runs])
+    reach = 1.0 / x.size + (x - x.mean()) * (log_target - x.mean()) / np.sum((x - x.mean()) ** 2)
+    return float(np.linalg.norm(reach * errors))
+
+
+def _curve_error(shape: ShapeForecast, final: Forecast, grid: Array, *, level: float, doubt: float) -> CurveError:
+    """Scales of what the curve may miss: of the shape from held-out misses, of the end from its interval."""
+    degrees = float(max(len(shape.misses), 1))
+    quantile = float(special.stdtrit(degrees, 0.5 + level / 2))
+    alike = np.sqrt(np.mean(shape.squares / shape.held_leverage[:, None], axis=0))
+    assert final.low is not None
+    assert final.high is not None
+    half = 0.5 * math.log(final.high / final.low)
+    return CurveError.of(
+        np.log(grid),
+        np.hypot(alike * math.sqrt(shape.leverage), shape.disagreement),
+        final=math.hypot(half / quantile, doubt),
+        degrees=degrees,
+    )
+
+
+def _table(middle: Array, error: CurveError, final: Forecast, grid: Array, *, level: float) -> pd.DataFrame:
+    """Bands around the middle; the end keeps the final forecast's own, lopsided interval, or widens it evenly."""
+    assert final.low is not None
+    assert final.high is not None
+    half = error.half_width(level)
+    shape = np.sqrt(np.maximum(half**2 - half[-1] ** 2, 0.0))
+    below, above = math.log(final.point / final.low), math.log(final.high / final.point)
+    stretch = half[-1] / (0.5 * (below + above))
+    below, above = below * stretch, above * stretch
+    factor = error.simultaneous_factor(level)
+    down, up = np.hypot(below, shape), np.hypot(above, shape)
+    columns = {"low": -down, "high": up, "low_all": -factor * down, "high_all": factor * up}
+    return pd.DataFrame(
+        {"progress": grid, "loss": np.exp(middle), **{k: np.exp(middle + v) for k, v in columns.items()}}
+    )
+
+
+def _slope_error(ladder: Ladder, shape: ShapeForecast, grid: Array, level: float) -> Array:
+    measured = _band(_fall_errors(ladder, shape.misses, grid), level)
+    return np.clip(measured, MEASURED_SHARE * unmeasured_slope_error(grid), 1.0)
+
+
+def _evidence(
+    shape: ShapeForecast, collapse: Collapse, error: CurveError, ladder: Ladder, log_steps: float
+) -> dict[str, Any]:
+    ratio = math.exp(log_steps - float(ladder.log_steps[-1]))
+    return {
+        "shape": max(shape.weights, key=lambda name: shape.weights[name]),
+        "weights": shape.weights,
+        "errors": shape.errors,
+        "collapse": {"floor": collapse.floor, "error": collapse.error, "share": collapse.share},
+        "steps_ratio": ratio if math.isfinite(ratio) else None,
+        "degrees": error.degrees,
+    }
 
 
 def unmeasured_slope_error(progress: ArrayLike) -> Array:
@@ -178,80 +271,6 @@ def registered_curve(forecast: Forecast | None, metric: str) -> dict[str, Array]
 def at_progress(curve: Mapping[str, Array], progress: float) -> dict[str, float]:
     """Loss, low, high and slope error of a registered curve at one progress."""
     return {key: float(np.interp(min(progress, 1.0), curve["progress"], values)) for key, values in curve.items()}
-
-
-def smooth_curve(progress: ArrayLike, loss: ArrayLike, grid: Array) -> Array:
-    """Log loss on `grid`: local lines in log progress for per-step curves, interpolation for sparse ones."""
-    x, y = np.log(np.asarray(progress, dtype=float)), np.log(np.asarray(loss, dtype=float))
-    if x.size <= NOISY_ROWS:
-        return np.interp(np.log(grid), x, y)
-    return np.array([_local_line(x, y, float(at)) for at in np.log(grid)])
-
-
-def _local_line(x: Array, y: Array, at: float) -> float:
-    """Tricube-weighted line through the points around `at`, at `at`; two passes, the second without outliers."""
-    distance = np.abs(x - at)
-    rows = END_WINDOW_ROWS if at > -1e-9 else MIN_WINDOW_ROWS
-    width = max(SMOOTHING, float(np.partition(distance, rows)[rows]) + 1e-12)
-    near = distance < width
-    u, v = x[near] - at, y[near]
-    weight = (1.0 - (distance[near] / width) ** 3) ** 3
-    for _ in range(2):
-        total, centre = weight.sum(), float(weight @ u) / weight.sum()
-        spread = float(weight @ (u - centre) ** 2)
-        slope = float(weight @ ((u - centre) * v)) / spread if spread > 0 else 0.0
-        level = float(weight @ v) / total - slope * centre
-        residual = np.abs(v - level - slope * u)
-        weight = weight * (residual <= 5.0 * max(float(np.median(residual)), 1e-9))
-    return level
-
-
-def _split_runs(curves: pd.DataFrame) -> list[pd.DataFrame]:
-    missing = {"run", "progress", "loss"} - set(curves.columns)
-    if missing:
-        raise ValueError(f"curves lack columns {sorted(missing)}; give run, flops, tokens, progress and loss")
-    usable = curves.query("0 < loss < inf and progress > 0")
-    runs = []
-    for name, rows in usable.groupby("run", sort=False):
-        rows = rows.sort_values("progress").drop_duplicates("progress", keep="last")
-        if rows["progress"].iloc[-1] < 0.98:
-            raise ValueError(
-                f"curve of run {name} ends at progress {rows['progress'].iloc[-1]:.3g}; give finished runs"
-            )
-        runs.append(rows)
-    if not runs:
-        raise ValueError("curves hold no finite positive loss; check the columns progress and loss")
-    return runs
-
-
-def _identity(run: pd.DataFrame) -> dict[str, Any]:
-    return {str(key): value for key, value in run.iloc[-1].items() if key not in ("progress", "loss", "step")}
-
-
-def _by_compute(runs: list[pd.DataFrame], smoothed: Array, *, floor: float, exponent: float) -> Ladder:
-    log_flops = np.array([math.log(target_flops(_identity(run))) for run in runs])
-    order = np.argsort(log_flops)
-    rung = np.concatenate([[0], np.cumsum(np.diff(log_flops[order]) > 1e-3)])
-    members = [order[rung == index] for index in np.unique(rung)]
-    return Ladder(
-        log_flops=np.array([log_flops[group].mean() for group in members]),
-        log_loss=np.array([smoothed[group].mean(axis=0) for group in members]),
-        floor=floor,
-        exponent=exponent,
-    )
-
-
-def _held_out(ladder: Ladder) -> tuple[dict[str, float], dict[str, Array]]:
-    """Root mean square miss of each shape on upper rungs forecast from the lower ones, and the misses (held, p)."""
-    errors, misses = {}, {}
-    for name, shape in SHAPES.items():
-        rows = []
-        for held in range(2, ladder.log_flops.size):
-            log_final = float(ladder.log_loss[held, -1])
-            rows.append(shape(ladder.below(held), float(ladder.log_flops[held]), log_final) - ladder.shapes[held])
-        misses[name] = np.array(rows)
-        errors[name] = float(np.sqrt(np.mean(misses[name] ** 2)))
-    return errors, misses
 
 
 def _fall_errors(ladder: Ladder, misses: Array, grid: Array) -> Array:
@@ -278,10 +297,18 @@ def _band(misses: Array, level: float) -> Array:
     return float(special.stdtrit(held, 0.5 + level / 2)) * size
 
 
-def _wanted(progress: ArrayLike | None, grid: Array) -> Array:
+def _at_wanted(table: pd.DataFrame, progress: ArrayLike | None, grid: Array) -> pd.DataFrame:
     if progress is None:
-        return np.geomspace(grid[0], 1.0, 40)
-    wanted = np.atleast_1d(np.asarray(progress, dtype=float))
-    if wanted.min() < grid[0] * (1 - 1e-9) or wanted.max() > 1.0 + 1e-9:
-        raise ValueError(f"progress {wanted.min():g} to {wanted.max():g} must lie within the rungs' [{grid[0]:.4g}, 1]")
-    return wanted
+        wanted = np.geomspace(grid[0], 1.0, 40)
+    else:
+        wanted = np.atleast_1d(np.asarray(progress, dtype=float))
+        if wanted.min() < grid[0] * (1 - 1e-9) or wanted.max() > 1.0 + 1e-9:
+            raise ValueError(
+                f"progress {wanted.min():g} to {wanted.max():g} must lie within the rungs' [{grid[0]:.4g}, 1]"
+            )
+    columns = {
+        str(key): np.interp(np.log(wanted), np.log(grid), table[key]) for key in table.columns if key != "progress"
+    }
+    result = pd.DataFrame({"progress": wanted, **columns})
+    result.attrs.update(table.attrs)
+    return result

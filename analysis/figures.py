@@ -1,7 +1,7 @@
-"""Figures as Matplotlib objects: no global state, ready for a page 760 pixels wide. Numbers come from the
-other modules.
+"""Figures of a forecast and its hero, as Matplotlib objects: no global state. Numbers come from the other modules.
 
-Colours are Okabe and Ito's, told apart by shape and line as well as by hue.
+Colours are Okabe and Ito's, told apart by shape and line as well as by hue (`figure_style.py`). What a forecast rests
+on is drawn by `evidence_figures.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,50 +10,60 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
+from rungwise.analysis.figure_style import (
+    FORECAST,
+    INK,
+    MUTED,
+    NOWCAST,
+    OUTCOME,
+    RUNG,
+    canvas,
+    canvases,
+    legend,
+    log_compute_axis,
+    log_progress_axis,
+    rung_styles,
+    thinned,
+)
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.laws import PowerLaw
 
-INK: Final = "#22262b"
-MUTED: Final = "#6b727b"
-GRID: Final = "#e4e7ea"
-RUNG: Final = "#0072b2"
-FORECAST: Final = "#d55e00"
-OUTCOME: Final = "#009e73"
-RUNG_SHADES: Final = ("#9ecae1", "#6baed6", "#3f8fc4", "#1f6ba5", "#0b4a7f")
-WIDTH_INCHES: Final = 7.6
-DPI: Final = 200
-"""Twice the page's 100 pixels per inch, for dense screens."""
+SAME_RATIO: Final = 1.1
+"""Tokens per parameter may differ by this factor for rungs to lie on one law in compute."""
 
 
 def ladder_fit_figure(forecast: Forecast, *, outcome: float | None = None, unit: str = "nats per token") -> Figure:
-    """Rungs, the forecast's law, the band over floors and the hero's interval; `outcome` is its loss if known."""
-    figure, axes = _canvas(4.2)
+    """Rungs, the forecast's law, the band over floors and the hero's interval, and below them the residuals.
+
+    `outcome` is the hero's loss if known. Rungs of several ratios of tokens to parameters lie on no one law in compute
+    and have no residuals to it.
+    """
     flops = np.array([row["flops"] for row in forecast.used])
     loss = np.array([row["loss"] for row in forecast.used])
+    on_law = _one_ratio(forecast)
+    figure, parts = canvases(5.2, (3.4, 1.0)) if on_law else canvases(4.2, (1.0,))
+    axes = parts[0]
     hero = float(forecast.target["flops"])
-    grid = np.geomspace(flops.min() / 1.3, hero * 1.6, 200)
-    low, high = _law_band(flops, loss, forecast, grid)
-    axes.fill_between(grid, low, high, color=FORECAST, alpha=0.13, lw=0, label="laws the rungs support")
+    grid = np.geomspace(flops.min() / 1.3, max(hero, flops.max()) * 1.6, 200)
     law = _forecast_law(forecast)
+    if on_law:
+        low, high = _law_band(flops, loss, forecast, grid)
+        axes.fill_between(grid, low, high, color=FORECAST, alpha=0.13, lw=0, label="laws the rungs support")
     axes.plot(grid, law.value(grid), color=FORECAST, lw=1.6, label=_law_text(law))
     axes.plot(flops, loss, "o", color=RUNG, ms=6.5, mec="white", mew=0.8, label="rungs", zorder=4)
-    if forecast.low is not None and forecast.high is not None:
-        errors = [[forecast.point - forecast.low], [forecast.high - forecast.point]]
-        axes.errorbar(
-            [hero], [forecast.point], yerr=errors, fmt="D", color=FORECAST, ms=6, mec="white", capsize=5, lw=1.6,
-            zorder=5, label=f"hero forecast, {forecast.level:.0%} interval",
-        )  # fmt: skip
+    _hero_interval(axes, forecast, hero)
     if outcome is not None:
         axes.plot([hero], [outcome], "*", color=OUTCOME, ms=12, mec="white", mew=0.8, label="hero outcome", zorder=6)
-    _log_compute_axis(axes, float(grid[0]), float(grid[-1]))
     axes.margins(y=0.12)
     axes.set_ylabel(f"final loss ({unit})")
     _label_hero(axes, forecast, hero)
-    _legend(axes, "upper right")
+    legend(axes, "upper right")
+    if on_law:
+        _residuals(parts[1], flops, loss, law)
+    log_compute_axis(parts[-1], float(grid[0]), float(grid[-1]))
     return figure
 
 
@@ -63,65 +73,84 @@ def trajectory_figure(
     *,
     rungs: Mapping[str, pd.DataFrame] | None = None,
     alerts: Iterable[Any] = (),
+    updated: pd.DataFrame | None = None,
     metric: str = "train/loss",
     unit: str = "nats per token",
+    rows: int = 200,
 ) -> Figure:
-    """The hero's loss against its registered band over progress.
+    """The hero's loss against its registered bands over progress.
 
     Args:
         hero: columns progress, loss; None before it starts.
-        band: columns progress, loss, low, high.
-        rungs: the same as `hero` by rung name, smallest first; drawn faint.
+        band: columns progress, loss, low, high, and low_all, high_all if known (`forecast_curve`).
+        rungs: the same as `hero` by rung name, smallest first.
         alerts: records with `progress` and `rule`, marked on the axis.
+        updated: the nowcast's table, drawn beside the registered one.
+        rows: longer curves are drawn as so many medians.
     """
-    figure, axes = _canvas(4.2)
-    for shade, (name, table) in zip(_shades(len(rungs or {})), (rungs or {}).items(), strict=True):
-        progress, loss = _thin(table)
-        axes.plot(progress, loss, color=shade, lw=1.1, label=name)
-    axes.fill_between(
-        band["progress"], band["low"], band["high"], color=FORECAST, alpha=0.2, lw=0, label="registered band"
-    )
-    axes.plot(band["progress"], band["loss"], color=FORECAST, lw=1.5, ls="--", label="registered forecast")
+    figure, axes = canvas(4.2)
+    tables = rungs or {}
+    for style, (name, table) in zip(rung_styles(len(tables)), tables.items(), strict=True):
+        axes.plot(*thinned(table, rows=rows), **style, label=name)
+    _bands(axes, band)
+    if updated is not None:
+        at = updated["progress"]
+        axes.fill_between(at, updated["low"], updated["high"], color=NOWCAST, alpha=0.30, lw=0, label="nowcast band")
+        axes.plot(at, updated["loss"], color=NOWCAST, lw=1.6, ls=(0, (5, 1, 1, 1)), label="nowcast")
     if hero is not None and len(hero):
-        axes.plot(*_thin(hero), color=INK, lw=1.4, label="hero", zorder=5)
+        axes.plot(*thinned(hero, rows=rows), color=INK, lw=1.5, label="hero", zorder=5)
     _mark_alerts(axes, alerts)
-    axes.set_xscale("log")
-    axes.set_xlim(float(np.min(band["progress"])), 1.0)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("progress (share of the run's tokens)")
-    axes.set_ylabel(f"{metric} ({unit})")
-    shown = [band["low"], band["high"], *(table["loss"] for table in (rungs or {}).values())]
+    log_progress_axis(axes, float(np.min(band["progress"])))
+    axes.set_ylabel(f"{metric} ({unit})" if unit else metric)
+    first = float(np.min(band["progress"]))
+    shown = [band["low"], band["high"], *(table["loss"][table["progress"] >= first] for table in tables.values())]
+    shown += [] if hero is None else [hero["loss"][hero["progress"] >= first]]
     late = np.concatenate([np.asarray(column, dtype=float) for column in shown])
+    late = late[np.isfinite(late)]
     axes.set_ylim(float(late.min()) - 0.03 * np.ptp(late), float(np.quantile(late, 0.995)))
-    _legend(axes, "upper right")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8.5, frameon=False,
+                  labelcolor=INK, handlelength=3.0)  # fmt: skip
     return figure
+
+
+def metric_figure(
+    hero: pd.DataFrame | None,
+    forecast: pd.DataFrame,
+    *,
+    rungs: Mapping[str, pd.DataFrame] | None = None,
+    metric: str,
+    unit: str = "",
+) -> Figure:
+    """The same for a quantity without a final law; columns progress and `metric`, `forecast` from `forecast_metric`."""
+    band = forecast.rename(columns={"value": "loss"})
+    named = {name: table.rename(columns={metric: "loss"}) for name, table in (rungs or {}).items()}
+    hero = None if hero is None else hero.rename(columns={metric: "loss"})
+    return trajectory_figure(hero, band, rungs=named, metric=metric, unit=unit, rows=60)
 
 
 def drops_figure(runs: Mapping[str, pd.DataFrame], *, hero: str = "hero", metric: str = "moe/drop_fraction") -> Figure:
     """Share of assignments dropped over progress, by run; columns progress and `metric`."""
-    figure, axes = _canvas(3.4)
+    figure, axes = canvas(3.4)
     others = {name: table for name, table in runs.items() if name != hero}
-    for shade, (name, table) in zip(_shades(len(others)), others.items(), strict=True):
-        axes.plot(*_thin(table, metric), color=shade, lw=1.2, label=name)
+    for style, (name, table) in zip(rung_styles(len(others)), others.items(), strict=True):
+        axes.plot(*thinned(table, metric), **style, label=name)
     if hero in runs:
-        axes.plot(*_thin(runs[hero], metric), color=INK, lw=1.5, label=hero)
+        axes.plot(*thinned(runs[hero], metric), color=INK, lw=1.5, label=hero)
     axes.set_xlim(0.0, 1.0)
     axes.set_ylim(bottom=0.0)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.set_xlabel("progress (share of the run's tokens)")
     axes.set_ylabel("dropped assignments")
-    _legend(axes, "upper right")
+    legend(axes, "upper right")
     return figure
 
 
 def floor_profile_figure(forecast: Forecast, *, unit: str = "nats per token") -> Figure:
     """The hero's forecast as a function of the floor, over how much support each floor has."""
-    figure, axes = _canvas(3.6)
+    figure, axes = canvas(3.6)
     floors, point, low, high, weight = _profile(forecast)
-    density = weight / np.gradient(floors)
+    density = weight / np.gradient(floors) if floors.size > 1 else weight
     share = density / density.max()
     shown = share > 0.005
     label = f"{forecast.level:.0%} interval if that were the floor"
@@ -130,7 +159,8 @@ def floor_profile_figure(forecast: Forecast, *, unit: str = "nats per token") ->
     if forecast.low is not None and forecast.high is not None:
         axes.axhspan(forecast.low, forecast.high, color=MUTED, alpha=0.10, lw=0)
         axes.axhline(forecast.point, color=MUTED, lw=1.0, ls="--", label=f"reported: {forecast.point:.4g}")
-    axes.set_xlim(floors[shown].min(), floors[shown].max())
+    if np.ptp(floors[shown]) > 0:
+        axes.set_xlim(floors[shown].min(), floors[shown].max())
     margin = 0.08 * (high[shown].max() - low[shown].min())
     axes.set_ylim(low[shown].min() - margin, high[shown].max() + margin)
     support = axes.twinx()
@@ -139,63 +169,46 @@ def floor_profile_figure(forecast: Forecast, *, unit: str = "nats per token") ->
     support.set_axis_off()
     axes.set_xlabel(f"floor of the law ({unit})")
     axes.set_ylabel(f"hero's final loss ({unit})")
-    _legend(axes, "upper left", also=support)
+    legend(axes, "upper left", also=support)
     return figure
 
 
-def _canvas(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(MUTED)
-    axes.tick_params(colors=INK, labelsize=9, color=MUTED)
-    axes.tick_params(which="minor", color=GRID)
-    axes.grid(True, color=GRID, lw=0.7)
-    axes.set_axisbelow(True)
-    axes.xaxis.label.set(color=INK, size=10)
-    axes.yaxis.label.set(color=INK, size=10)
-    axes.yaxis.set_major_locator(MaxNLocator(6))
-    return figure, axes
+def _bands(axes: Axes, band: pd.DataFrame) -> None:
+    at = band["progress"]
+    if {"low_all", "high_all"} <= set(band.columns):
+        axes.fill_between(at, band["low_all"], band["high_all"], color=FORECAST, alpha=0.10, lw=0,
+                          label="band for the whole curve")  # fmt: skip
+    axes.fill_between(at, band["low"], band["high"], color=FORECAST, alpha=0.22, lw=0, label="registered band")
+    axes.plot(at, band["loss"], color=FORECAST, lw=1.6, ls=(0, (6, 2)), label="registered forecast")
 
 
-def _legend(axes: Axes, place: Any, *, also: Axes | None = None) -> None:
-    """Entries in the order drawn (Matplotlib lists error bars last)."""
-    handles, labels = axes.get_legend_handles_labels()
-    if also is not None:
-        more = also.get_legend_handles_labels()
-        handles, labels = handles + more[0], labels + more[1]
-    if "hero outcome" in labels:
-        last = labels.index("hero outcome")
-        handles.append(handles.pop(last))
-        labels.append(labels.pop(last))
-    axes.legend(
-        handles,
-        labels,
-        loc=place,
-        fontsize=8.5,
-        frameon=True,
-        framealpha=0.9,
-        edgecolor="none",
-        labelcolor=INK,
-    )
+def _hero_interval(axes: Axes, forecast: Forecast, hero: float) -> None:
+    if forecast.low is None or forecast.high is None:
+        return
+    errors = [[forecast.point - forecast.low], [forecast.high - forecast.point]]
+    axes.errorbar(
+        [hero], [forecast.point], yerr=errors, fmt="D", color=FORECAST, ms=6, mec="white", capsize=5, lw=1.6,
+        zorder=5, label=f"hero forecast, {forecast.level:.0%} interval",
+    )  # fmt: skip
 
 
-def _log_compute_axis(axes: Axes, low: float, high: float) -> None:
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    decades = np.log10(high / low)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2.5 else (1.0, 3.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _power_text(value)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("training compute (FLOPs)")
+def _residuals(axes: Axes, flops: np.ndarray, loss: np.ndarray, law: PowerLaw) -> None:
+    residual = 100.0 * (loss / law.value(flops) - 1.0)
+    axes.axhline(0.0, color=FORECAST, lw=1.2)
+    axes.vlines(flops, 0.0, residual, color=RUNG, lw=1.2)
+    axes.plot(flops, residual, "o", color=RUNG, ms=5.5, mec="white", mew=0.8)
+    reach = max(float(np.abs(residual).max()) * 1.4, 0.02)
+    axes.set_ylim(-reach, reach)
+    axes.set_ylabel("residual (%)")
 
 
-def _power_text(value: float) -> str:
-    exponent = int(np.floor(np.log10(value) + 1e-9))
-    factor = value / 10.0**exponent
-    text = f"10^{{{exponent}}}"
-    return f"${text}$" if abs(factor - 1) < 1e-6 else rf"${factor:.0f}\times{text}$"
+def _one_ratio(forecast: Forecast) -> bool:
+    sizes = ("num_active_params", "num_params")
+    ratios = [
+        row["tokens"] / row[size] for row in forecast.used for size in sizes if row.get(size) and row.get("tokens")
+    ]
+    known = ratios[:: max(len(ratios) // max(len(forecast.used), 1), 1)] if ratios else []
+    return len(known) < 2 or max(known) <= SAME_RATIO * min(known)
 
 
 def _law_text(law: PowerLaw) -> str:
@@ -244,18 +257,3 @@ def _mark_alerts(axes: Axes, alerts: Iterable[Any]) -> None:
         axes.axvline(alert["progress"], color=FORECAST, lw=1.0, ls=":")
         axes.annotate(alert["rule"], (alert["progress"], 1.0), xycoords=("data", "axes fraction"), fontsize=8,
                       color=FORECAST, ha="center", va="bottom")  # fmt: skip
-
-
-def _shades(count: int) -> list[str]:
-    return [RUNG_SHADES[round(index)] for index in np.linspace(0, len(RUNG_SHADES) - 1, count)] if count else []
-
-
-def _thin(table: pd.DataFrame, column: str = "loss", rows: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Progress and values, per-step noise reduced to medians of equal groups of rows."""
-    progress, values = (np.asarray(table[name], dtype=float) for name in ("progress", column))
-    known = np.isfinite(progress) & np.isfinite(values)
-    progress, values = progress[known], values[known]
-    if progress.size <= 1.5 * rows:
-        return progress, values
-    groups = np.array_split(np.arange(progress.size), rows)
-    return np.array([progress[g].mean() for g in groups]), np.array([np.median(values[g]) for g in groups])

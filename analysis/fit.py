@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rungwise.analysis.descent import Descent, Problem, descend
 from rungwise.analysis.laws import LAWS, PowerLaw
 
 Array = NDArray[np.float64]
@@ -22,9 +23,9 @@ HUBER_DELTA: Final = 0.01
 EXPONENT_BOUNDS: Final = (1e-3, 4.0)
 WEAK_FLOOR_ERROR: Final = 0.02
 """A floor whose standard error exceeds this share of the lowest loss is not identified."""
+STILL_FALLING: Final = 1e-6
+"""A further step that would gain more than this share of the objective: not converged, whatever ended the descent."""
 _NUM_STARTS: Final = 24
-_MAX_ITERATIONS: Final = 200
-_GRADIENT_TOLERANCE: Final = 1e-8
 
 
 class FitStatus(StrEnum):
@@ -32,6 +33,7 @@ class FitStatus(StrEnum):
 
     CONVERGED = "converged"
     WEAK = "converged, but the points do not identify the floor: read the forecast as a function of it"
+    WEAK_SURFACE = "converged, but the rows do not identify every constant: read the forecast, not the constants"
     AT_BOUND = "a constant lies on its bound: the points do not have the curvature of this law"
     EXACT = "as many constants as rungs: the residuals are zero by construction"
     NOT_CONVERGED = "no start reached a stationary point: do not use these constants"
@@ -104,15 +106,19 @@ def fit_law(
         UnfitForecast: fewer than three distinct computes.
     """
     flops, loss = _checked_points(flops, loss)
-    if form not in LAWS:
-        raise ValueError(f"form {form!r} is unknown; use one of {', '.join(LAWS)}")
+    if form not in (known := [name for name, row in LAWS.items() if not row.surface]):
+        raise ValueError(f"form {form!r} is no law in compute; use one of {', '.join(known)}")
     pinned = LAWS[form].floor if floor is None else floor
     lowest = float(loss.min())
     if pinned is not None and not 0.0 <= pinned < lowest:
         raise ValueError(f"floor {pinned} must lie in [0, {lowest:g}), below the lowest loss; pin a smaller one")
-    problem = _Problem(np.log(flops), np.log(loss), pinned=pinned, delta=delta)
-    theta, objective, gradient = problem.descend(problem.starts())
-    return problem.record(form, theta, objective, gradient)
+    problem = _PowerProblem(np.log(flops), np.log(loss), pinned=pinned, delta=delta)
+    return problem.record(form, descend(problem.descent, problem.starts()))
+
+
+def starts_agreeing(objective: Array) -> int:
+    """How many starts ended at the lowest objective, within a millionth of it."""
+    return int(np.sum(objective <= objective.min() * (1 + 1e-6) + 1e-12))
 
 
 def _checked_points(flops: ArrayLike, loss: ArrayLike) -> tuple[Array, Array]:
@@ -128,23 +134,18 @@ def _checked_points(flops: ArrayLike, loss: ArrayLike) -> tuple[Array, Array]:
     return flops, loss
 
 
-class _Problem:
-    """Points in logs, centred, and the descent over all starts at once.
-
-    theta = (floor, log amplitude at the geometric mean compute, exponent), shape (starts, 3).
-    """
+class _PowerProblem:
+    """Points in logs, centred: theta = (floor, log amplitude at the geometric mean compute, exponent), (starts, 3)."""
 
     def __init__(self, log_flops: Array, log_loss: Array, *, pinned: float | None, delta: float):
         self.centre = float(log_flops.mean())
         self.x = log_flops - self.centre
         self.log_loss = log_loss
         self.pinned = pinned
-        self.delta = delta
         lowest = float(np.exp(log_loss.min()))
         floor_bounds = (0.0, 0.999 * lowest) if pinned is None else (pinned, pinned)
         bounds = np.array([floor_bounds, (-40.0, 40.0), EXPONENT_BOUNDS])
-        self.lower, self.upper = bounds[:, 0], bounds[:, 1]
-        self.free = self.upper > self.lower
+        self.descent = Problem(residuals=self.residuals, lower=bounds[:, 0], upper=bounds[:, 1], delta=delta)
 
     def starts(self) -> Array:
         """Exponents spread over the plausible range, floor and amplitude solved linearly for each."""
@@ -156,7 +157,7 @@ class _Problem:
             s11, s12, s22 = one @ one, power @ one, np.sum(power**2, axis=1)
             b1, b2 = one.sum(), power.sum(axis=1)
             floor = (b1 * s22 - b2 * s12) / np.maximum(s11 * s22 - s12**2, 1e-300)
-            floor = np.clip(floor, self.lower[0], 0.98 * self.upper[0])
+            floor = np.clip(floor, self.descent.lower[0], 0.98 * self.descent.upper[0])
         else:
             floor = np.full_like(exponent, self.pinned)
         amplitude = np.sum(power * (1.0 - floor[:, None] * one), axis=1) / np.sum(power**2, axis=1)
@@ -167,58 +168,21 @@ class _Problem:
         excess = np.exp(theta[:, 1:2] - theta[:, 2:3] * self.x)
         predicted = theta[:, :1] + excess
         jacobian = np.stack([np.ones_like(excess), excess, -self.x * excess], axis=-1) / predicted[..., None]
-        return np.log(predicted) - self.log_loss, jacobian * self.free
+        return np.log(predicted) - self.log_loss, jacobian
 
-    def objective(self, residuals: Array) -> Array:
-        size = np.abs(residuals)
-        return np.where(size <= self.delta, 0.5 * size**2, self.delta * (size - 0.5 * self.delta)).sum(axis=-1)
-
-    def _normal_equations(self, theta: Array) -> tuple[Array, Array]:
-        residuals, jacobian = self.residuals(theta)
-        weight = np.minimum(1.0, self.delta / np.maximum(np.abs(residuals), 1e-300))
-        gradient = np.einsum("snj,sn->sj", jacobian, weight * residuals)
-        outward = ((theta <= self.lower) & (gradient > 0)) | ((theta >= self.upper) & (gradient < 0))
-        held = outward | ~self.free
-        hessian = np.einsum("snj,sn,snk->sjk", jacobian, weight, jacobian)
-        hessian *= ~held[:, :, None] & ~held[:, None, :]
-        return np.where(held, 0.0, gradient), hessian
-
-    def descend(self, theta: Array) -> tuple[Array, Array, Array]:
-        """Levenberg-Marquardt on every start; returns theta, objective and the scaled projected gradient."""
-        objective = self.objective(self.residuals(theta)[0])
-        damping = np.full(len(theta), 1e-3)
-        index = np.arange(3)
-        for _ in range(_MAX_ITERATIONS):
-            gradient, hessian = self._normal_equations(theta)
-            diagonal = hessian[:, index, index]
-            hessian[:, index, index] += damping[:, None] * diagonal + np.where(diagonal > 0, 1e-14, 1.0)
-            step = -np.linalg.solve(hessian, gradient[..., None])[..., 0]
-            trial = np.clip(theta + step, self.lower, self.upper)
-            value = self.objective(self.residuals(trial)[0])
-            better = value < objective
-            moved = np.abs(trial - theta).max(axis=1) > 1e-12
-            theta = np.where(better[:, None], trial, theta)
-            objective = np.where(better, value, objective)
-            damping = np.clip(np.where(better, damping * 0.2, damping * 5.0), 1e-12, 1e12)
-            if not np.any(moved & (better | (damping < 1e10))):
-                break
-        gradient, hessian = self._normal_equations(theta)
-        scale = np.sqrt(np.maximum(np.einsum("sjj->sj", hessian), 1e-300))
-        return theta, objective, np.abs(gradient / scale).max(axis=1)
-
-    def record(self, form: str, theta: Array, objective: Array, gradient: Array) -> Fit:
-        best = int(np.argmin(objective))
-        residuals = self.residuals(theta[best : best + 1])[0][0]
-        agreeing = int(np.sum(objective <= objective[best] * (1 + 1e-6) + 1e-12))
-        floor, log_amplitude, exponent = (float(value) for value in theta[best])
+    def record(self, form: str, found: Descent) -> Fit:
+        best = found.best
+        theta = found.theta[best]
+        residuals = self.residuals(found.theta[best : best + 1])[0][0]
+        floor, log_amplitude, exponent = (float(value) for value in theta)
         names = ("floor", "amplitude", "exponent")
-        touching = (theta[best] <= self.lower + 1e-9) | (theta[best] >= self.upper - 1e-9)
-        at_bound = tuple(name for name, hit in zip(names, touching & self.free, strict=True) if hit)
-        degrees = len(residuals) - int(self.free.sum())
-        floor_error = self._floor_error(theta[best : best + 1], degrees)
+        touching = (theta <= self.descent.lower + 1e-9) | (theta >= self.descent.upper - 1e-9)
+        at_bound = tuple(name for name, hit in zip(names, touching & self.descent.free, strict=True) if hit)
+        degrees = len(residuals) - int(self.descent.free.sum())
+        floor_error = self._floor_error(found.theta[best : best + 1], degrees)
         lowest = float(np.exp(self.log_loss.min()))
         weak = self.pinned is None and (floor_error is None or floor_error > WEAK_FLOOR_ERROR * lowest)
-        if gradient[best] > _GRADIENT_TOLERANCE and objective[best] > 1e-20:
+        if found.remaining[best] > STILL_FALLING and found.objective[best] > 1e-20:
             status = FitStatus.NOT_CONVERGED
         elif at_bound:
             status = FitStatus.AT_BOUND
@@ -230,11 +194,11 @@ class _Problem:
             form=form,
             law=PowerLaw(floor, float(np.exp(log_amplitude + exponent * self.centre)), exponent),
             status=status,
-            objective=float(objective[best]),
+            objective=float(found.objective[best]),
             residuals=tuple(float(value) for value in residuals),
             degrees_of_freedom=degrees,
-            num_starts=len(theta),
-            num_starts_agreeing=agreeing,
+            num_starts=len(found.theta),
+            num_starts_agreeing=starts_agreeing(found.objective),
             at_bound=at_bound,
             weakly_identified=weak,
             floor_error=floor_error,

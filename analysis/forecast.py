@@ -1,108 +1,44 @@
 """The forecast of a hero's final loss from its ladder: a frozen record of the number and of everything it rests on.
 
-`intervals.py` makes the distribution, `fit.py` the constants, `conditions.py` what is taken for granted; here rows
-become rungs and the answer is put into words a reader can act on. The trajectory is `curves.py`; `registry.py` freezes.
+A ladder at one ratio of tokens to parameters is a law in compute (`intervals.py`, here); runs whose sizes and tokens
+vary freely are a law in both (`surface.py`, put into the same record by `surface_record.py`). `conditions.py` says
+what is taken for granted, `backtest.py` how the same procedure does on the ladder's own upper rungs, `curves.py` what
+the way to the end looks like, and `registry.py` freezes.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from rungwise.analysis.conditions import compare_conditions, refuse_ratio
+from rungwise.analysis.conditions import (
+    MAX_RATIO_SPREAD,
+    compare_conditions,
+    ratio_spread,
+    recipe_warnings,
+    refuse_ratio,
+    unstated_conditions,
+)
 from rungwise.analysis.fit import MIN_RUNGS, FitStatus, UnfitForecast, fit_law
-from rungwise.analysis.intervals import FloorProfile, RungMeans, profile_floors
+from rungwise.analysis.forecast_record import Forecast
+from rungwise.analysis.intervals import FloorProfile, RungMeans, mixture_quantile, profile_floors
 from rungwise.analysis.laws import PowerLaw
 from rungwise.analysis.points import target_flops, usable_points
-from rungwise.analysis.vocabulary import SCHEMA_VERSION, canonical_json, load_json
+from rungwise.analysis.rows import odd_runs, size_column
+from rungwise.analysis.surface_record import NotSurface, forecast_by_surface
+from rungwise.analysis.vocabulary import canonical_json, load_json
+
+__all__ = ["Forecast", "UnfitForecast", "backtest_final", "forecast_final", "law_through", "rung_means"]
 
 FAR_EXTRAPOLATION: Final = 100.0
 """Target over largest rung, in compute, beyond which the forecast is marked."""
 GOOD_RMSE: Final = 0.003
 """Nats; floors whose line passes the rungs this closely are all supported by them."""
+OTHER_COUNT: Final = "flops_with_head"
+"""The second count of compute; where rungs and hero have both, both are fitted."""
 _PROFILE_ROWS: Final = 61
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """A final loss with its interval (nats per token) and its evidence, in plain values, so that it hashes and travels.
-
-    low and high are None when no degree of freedom is left. `curve` rows: metric, progress, loss, low, high.
-    """
-
-    metric: str
-    target: dict[str, Any]
-    point: float
-    low: float | None
-    high: float | None
-    level: float
-    half_width: dict[str, float | None]
-    laws: list[dict[str, Any]]
-    status: str
-    degrees_of_freedom: int
-    extrapolation_ratio: float
-    used: list[dict[str, Any]]
-    refused: list[dict[str, str]]
-    merged: list[dict[str, str]]
-    loss_rule: str
-    noise: float | None
-    """Relative run-to-run spread of the final loss from repeated seeds; None without repeats."""
-    conditions: dict[str, dict[str, Any]]
-    warnings: list[str]
-    floor: float | None
-    floor_reason: str | None
-    floor_profile: list[dict[str, float]]
-    floor_range: dict[str, float] | None
-    curve: list[dict[str, Any]]
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 of the canonical content, without the hash itself."""
-        return hashlib.sha256(canonical_json(self._content()).encode()).hexdigest()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object `ladder forecast --json` prints and the registry stores."""
-        return {**self._content(), "hash": self.hash}
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; a stored hash is not checked here (`registry.py` does).
-
-        Raises:
-            ValueError: another schema version, or a key too few or too many.
-        """
-        if record.get("schema") != SCHEMA_VERSION:
-            raise ValueError(
-                f"forecast schema {record.get('schema')!r} is not {SCHEMA_VERSION}; upgrade rungwise or the file"
-            )
-        content = {key: value for key, value in record.items() if key not in ("schema", "hash")}
-        known = {field.name for field in fields(cls)}
-        if content.keys() != known:
-            raise ValueError(
-                f"forecast keys differ by {sorted(content.keys() ^ known)}; the file is not a whole forecast"
-            )
-        return cls(**content)
-
-    def with_curve(self, table: pd.DataFrame, *, metric: str | None = None) -> Self:
-        """The same forecast with the rows of `forecast_curve` for one metric added (replacing that metric's)."""
-        name = metric or self.metric
-        rows = [row for row in self.curve if row["metric"] != name]
-        columns = [key for key in ("progress", "loss", "low", "high", "slope_error") if key in table]
-        for row in zip(*(np.asarray(table[key], dtype=float).tolist() for key in columns), strict=True):
-            rows.append({"metric": name, **dict(zip(columns, row, strict=True))})
-        return replace(self, curve=rows)
-
-    def curve_table(self, metric: str) -> pd.DataFrame | None:
-        """Columns progress, loss, low, high of one metric's registered trajectory; None without one."""
-        rows = [row for row in self.curve if row["metric"] == metric]
-        return pd.DataFrame(rows).drop(columns="metric").sort_values("progress", ignore_index=True) if rows else None
-
-    def _content(self) -> dict[str, Any]:
-        return {"schema": SCHEMA_VERSION, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 
 def forecast_final(
@@ -117,62 +53,125 @@ def forecast_final(
 
     Args:
         points: columns run, flops, num_params, tokens, loss (those known); rung and seed tie repeats; others
-            become conditions.
+            become conditions. More columns: `rows.py`.
         target: the same keys without the loss.
         level: probability the interval is to hold a new run's loss with.
         floor: pins the law's floor, nats; say why in `floor_reason`. None forecasts over all floors the rungs
             allow.
     Raises:
-        ValueError: the target lies inside the ladder, tokens per active parameter differ, or an input is bad.
+        ValueError: the target lies inside the ladder or is given in another count, tokens per active parameter
+            differ and no law in both holds, or an input is bad.
         UnfitForecast: fewer than three usable rungs; carries the two-rung estimate.
     """
     if not 0.0 < level < 1.0:
         raise ValueError(f"level {level} must lie in (0, 1); 0.9 is usual")
+    table: Any
     table, refused, merged = usable_points(points)
+    _refuse_other_count(points, target)
     flops = target_flops(target)
+    odd = odd_runs(table) if ratio_spread(compare_conditions(table, target)) <= MAX_RATIO_SPREAD else []
+    table = table[~table["run"].astype(str).isin([item["run"] for item in odd])].reset_index(drop=True)
     rungs, noise = rung_means(table)
-    _refuse_target(rungs, flops)
+    _refuse_few(rungs, flops)
     conditions = compare_conditions(table, target)
-    refuse_ratio(conditions)
+    size = size_column(table, target)
+    _refuse_inside(table, target, flops, sizes=(size, "tokens") if ratio_spread(conditions) > MAX_RATIO_SPREAD else ())
+    ratio = flops / float(np.exp(rungs.log_flops[-1]))
+    common: dict[str, Any] = {
+        "metric": str(table["metric"].iloc[0]) if "metric" in table.columns else "loss",
+        "target": {str(key): _plain(value) for key, value in {**target, "flops": flops}.items()},
+        "level": level,
+        "extrapolation_ratio": ratio,
+        "used": [_used_row(row) for row in table.to_dict("records")],
+        "refused": [*refused, *odd],
+        "merged": merged,
+        "loss_rule": str(table["loss_rule"].iloc[0]) if "loss_rule" in table.columns else "as given",
+        "noise": noise,
+        "conditions": conditions,
+        "warnings": [*_warnings(ratio, conditions, table), *recipe_warnings(table)],
+        "floor": floor,
+        "floor_reason": floor_reason,
+        "curve": [],
+    }
+    if ratio_spread(conditions) > MAX_RATIO_SPREAD:
+        try:
+            return forecast_by_surface(table, target, common, size=size)
+        except NotSurface as error:
+            refuse_ratio(conditions, why=str(error))
+    return _forecast_by_compute(table, target, rungs, common)
+
+
+def _forecast_by_compute(table: Any, target: Mapping[str, Any], rungs: RungMeans, common: dict[str, Any]) -> Forecast:
+    """The record of a ladder at one ratio of tokens to parameters."""
+    flops, floor, level = float(common["target"]["flops"]), common["floor"], common["level"]
     free = profile_floors(rungs, math.log(flops))
     profile = free if floor is None else profile_floors(rungs, math.log(flops), floor=floor)
+    profiles = {"flops": profile, **_other_count(table, target, floor)}
     degrees = rungs.loss.size - (3 if floor is None else 2) + rungs.repeat_degrees
-    point = profile.quantile(0.5)
     tails = (0.5 - level / 2, 0.5 + level / 2)
-    low, high = (profile.quantile(tail) for tail in tails) if degrees > 0 else (None, None)
+    point = mixture_quantile(list(profiles.values()), 0.5)
+    low, high = (mixture_quantile(list(profiles.values()), tail) for tail in tails) if degrees > 0 else (None, None)
     law = law_through(rungs, flops, point=point, profile=profile)
-    laws, status = _laws(rungs, flops, law=law, point=point, floor=floor)
-    ratio = flops / float(np.exp(rungs.log_flops[-1]))
-    warnings = _warnings(ratio, conditions, table, weak=status is not FitStatus.CONVERGED and floor is None)
+    laws, fitted = _laws(rungs, flops, law=law, point=point, floor=floor)
+    warnings = list(common["warnings"])
+    if fitted is not FitStatus.CONVERGED and floor is None:
+        warnings.insert(0, "the floor is not identified by these rungs: see floor_profile")
+    status = str(fitted)
     if degrees <= 0:
         status = (
             f"no interval: {rungs.loss.size} rungs leave no degree of freedom; add a rung, a repeat or a pinned floor"
         )
+    common = {**common, "warnings": warnings}
     return Forecast(
-        metric=str(table["metric"].iloc[0]) if "metric" in table.columns else "loss",
-        target={str(key): _plain(value) for key, value in {**target, "flops": flops}.items()},
+        **common,
         point=point,
         low=low,
         high=high,
-        level=level,
         half_width=_half_width(point, low, high, law=law, top=float(rungs.loss[-1])),
         laws=laws,
-        status=str(status),
+        status=status,
         degrees_of_freedom=max(degrees, 0),
-        extrapolation_ratio=ratio,
-        used=[_used_row(row) for row in table.to_dict("records")],
-        refused=refused,
-        merged=merged,
-        loss_rule=str(table["loss_rule"].iloc[0]) if "loss_rule" in table.columns else "as given",
-        noise=noise,
-        conditions=conditions,
-        warnings=warnings,
-        floor=floor,
-        floor_reason=floor_reason,
         floor_profile=_profile_rows(free, tails),
         floor_range=_floor_range(free),
-        curve=[],
+        method=_method(rungs, profiles, common, tails),
     )
+
+
+def _other_count(table: Any, target: Mapping[str, Any], floor: float | None) -> dict[str, FloorProfile]:
+    """The same ladder by compute with the head, where rungs and hero state it."""
+    if OTHER_COUNT not in table.columns or not target.get(OTHER_COUNT):
+        return {}
+    counted = table.assign(flops=table[OTHER_COUNT].astype(float))
+    if not np.all(np.isfinite(counted["flops"]) & (counted["flops"] > 0)) or "flops" not in target:
+        return {}
+    rungs, _ = rung_means(counted)
+    if rungs.loss.size < MIN_RUNGS or float(target[OTHER_COUNT]) <= float(np.exp(rungs.log_flops[-1])):
+        return {}
+    return {OTHER_COUNT: profile_floors(rungs, math.log(float(target[OTHER_COUNT])), floor=floor)}
+
+
+def _method(
+    rungs: RungMeans, profiles: Mapping[str, FloorProfile], common: Mapping[str, Any], tails: tuple[float, float]
+) -> dict[str, Any]:
+    """How the number was made, and how far the ladder itself can test it."""
+    computes = np.exp(rungs.log_flops)
+    reach = float(computes[-1] / computes[MIN_RUNGS - 1]) if computes.size > MIN_RUNGS else 1.0
+    counts = [
+        {"count": name, "point": profile.quantile(0.5), "low": profile.quantile(tails[0]),
+         "high": profile.quantile(tails[1]), "bent": profile.bent}
+        for name, profile in profiles.items()
+    ]  # fmt: skip
+    return {
+        "law": "compute",
+        "interval": "Student t" if common["floor"] is not None else "mixture of Student t over floors and bends",
+        "counts": counts,
+        "evidence_ratio": reach,
+        "evidence": (
+            f"the target has {common['extrapolation_ratio']:.3g} times the compute of the largest rung; the ladder's "
+            f"own back-test reaches {reach:.3g} times, and beyond that these runs give no evidence"
+        ),
+        "unstated": unstated_conditions(common["conditions"]),
+    }
 
 
 def _laws(
@@ -188,25 +187,26 @@ def _laws(
 
 
 def backtest_final(points: pd.DataFrame, *, level: float = 0.9, floor: float | None = None) -> list[dict[str, Any]]:
-    """Forecast each top rung from the rungs below: rung, flops, observed, point, low, high, error, inside."""
-    table, _, _ = usable_points(points)
+    """Forecast each top rung from those below: rung, flops, observed, point, low, high, error, inside, law."""
+    table: Any = usable_points(points)[0]
     rungs, _ = rung_means(table)
     computes = np.exp(rungs.log_flops)
     rows = []
     for held in range(MIN_RUNGS, computes.size):
-        below = table.query("flops < @computes[@held] * 0.999")
-        top = table.query("abs(flops / @computes[@held] - 1) <= 1e-3")
+        below = table[table["flops"] < computes[held] * 0.999]
+        top = table[np.abs(table["flops"] / computes[held] - 1.0) <= 1e-3]
         forecast = forecast_final(below, top.iloc[0].drop("loss").to_dict(), level=level, floor=floor)
         observed = float(rungs.loss[held])
         inside = None if forecast.low is None or forecast.high is None else forecast.low <= observed <= forecast.high
         rows.append(
             {"rung": _name(top), "flops": float(computes[held]), "observed": observed, "point": forecast.point,
-             "low": forecast.low, "high": forecast.high, "error": forecast.point - observed, "inside": inside}
+             "low": forecast.low, "high": forecast.high, "error": forecast.point - observed, "inside": inside,
+             "law": PowerLaw(*(float(forecast.laws[0][key]) for key in ("floor", "amplitude", "exponent")))}
         )  # fmt: skip
     return rows
 
 
-def rung_means(table: pd.DataFrame) -> tuple[RungMeans, float | None]:
+def rung_means(table: Any) -> tuple[RungMeans, float | None]:
     """Mean loss per rung in order of compute, and the relative noise that repeats show (None without repeats).
 
     Rows belong to one rung when their compute agrees within 0.1 %.
@@ -214,15 +214,20 @@ def rung_means(table: pd.DataFrame) -> tuple[RungMeans, float | None]:
     ordered = table.sort_values("flops")
     flops = ordered["flops"].to_numpy(dtype=float)
     rung = np.concatenate([[0], np.cumsum(np.diff(np.log(flops)) > 1e-3)]) if flops.size else np.empty(0, dtype=int)
-    groups = [ordered["loss"].to_numpy(dtype=float)[rung == index] for index in np.unique(rung)]
-    computes = [float(np.log(flops[rung == index]).mean()) for index in np.unique(rung)]
+    members = [rung == index for index in np.unique(rung)]
+    groups = [ordered["loss"].to_numpy(dtype=float)[member] for member in members]
     squares = float(sum(np.sum((np.log(group) - np.log(group).mean()) ** 2) for group in groups))
     degrees = sum(group.size - 1 for group in groups)
+    errors = None
+    if "loss_error" in ordered.columns:
+        stated = ordered["loss_error"].fillna(0.0).to_numpy(dtype=float)
+        errors = np.array([math.sqrt(float(np.sum(stated[member] ** 2))) / member.sum() for member in members])
     means = RungMeans(
-        log_flops=np.array(computes),
+        log_flops=np.array([float(np.log(flops[member]).mean()) for member in members]),
         loss=np.array([group.mean() for group in groups]),
         repeat_squares=squares,
         repeat_degrees=degrees,
+        loss_error=errors,
     )
     return means, math.sqrt(squares / degrees) if degrees else None
 
@@ -238,31 +243,48 @@ def law_through(rungs: RungMeans, flops: float, *, point: float, profile: FloorP
     return PowerLaw(floor, float(np.exp(level)), float(-slope))
 
 
-def _refuse_target(rungs: RungMeans, flops: float) -> None:
+def _refuse_other_count(points: Any, target: Mapping[str, Any]) -> None:
+    """Compute with and without the head are never compared.
+
+    Raises:
+        ValueError: one side states only the one count, the other only the other.
+    """
+    columns = set(points.columns) if isinstance(points, pd.DataFrame) else {key for row in points for key in row}
+    for mine, other in (("flops", OTHER_COUNT), (OTHER_COUNT, "flops")):
+        if mine in columns and other not in columns and other in target and mine not in target:
+            raise ValueError(
+                f"the rungs' compute is {mine} and the target's {other}; give both in the same count, or both counts"
+            )
+
+
+def _refuse_few(rungs: RungMeans, flops: float) -> None:
     count = rungs.loss.size
-    top = math.exp(rungs.log_flops[-1]) if count else 0.0
-    if count < MIN_RUNGS:
-        estimate = None
-        if count == 2:
-            slope, level = np.polyfit(rungs.log_flops, np.log(rungs.loss), 1)
-            estimate = float(np.exp(level + slope * math.log(flops)))
-        raise UnfitForecast(f"{count} usable rungs cannot carry a forecast; train at least {MIN_RUNGS}", estimate)
+    if count >= MIN_RUNGS:
+        return
+    estimate = None
+    if count == 2:
+        slope, level = np.polyfit(rungs.log_flops, np.log(rungs.loss), 1)
+        estimate = float(np.exp(level + slope * math.log(flops)))
+    raise UnfitForecast(f"{count} usable rungs cannot carry a forecast; train at least {MIN_RUNGS}", estimate)
+
+
+def _refuse_inside(table: Any, target: Mapping[str, Any], flops: float, *, sizes: Sequence[str]) -> None:
+    """A forecast is of a run beyond the ladder: in compute, or where `sizes` vary freely in one of them."""
+    if any(float(target[key]) > 1.001 * float(table[key].astype(float).max()) for key in sizes):
+        return
+    top = float(table["flops"].max())
     if flops <= top * 1.001:
         raise ValueError(
             f"target flops {flops:.4g} lie inside the ladder (largest rung {top:.4g}); a hero must be larger"
         )
 
 
-def _warnings(
-    ratio: float, conditions: Mapping[str, Mapping[str, Any]], table: pd.DataFrame, *, weak: bool
-) -> list[str]:
+def _warnings(ratio: float, conditions: Mapping[str, Mapping[str, Any]], table: Any) -> list[str]:
     found = []
     if ratio > 1.001 * FAR_EXTRAPOLATION:
         found.append(
             f"target is {ratio:.0f}x the largest rung, beyond {FAR_EXTRAPOLATION:.0f}x: its interval is a lower bound"
         )
-    if weak:
-        found.append("the floor is not identified by these rungs: see floor_profile")
     for name, condition in conditions.items():
         if condition["outside"] and name in table.columns and len(set(table[name])) == 1:
             found.append(f"{name} is {condition['hero']} for the hero and {condition['rungs'][0]} on every rung")
@@ -311,15 +333,8 @@ def _constants(law: PowerLaw) -> dict[str, float]:
 
 def _used_row(row: Mapping[Any, Any]) -> dict[str, Any]:
     keys = (
-        "run",
-        "rung",
-        "seed",
-        "flops",
-        "num_params",
-        "num_active_params",
-        "tokens",
-        "loss",
-        "config_hash",
+        *("run", "rung", "seed", "flops", "flops_with_head", "num_params", "num_active_params", "tokens", "loss"),
+        *("loss_error", "config_hash"),
     )
     return {key: _plain(row[key]) for key in keys if key in row and _plain(row[key]) is not None}
 

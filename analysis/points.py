@@ -2,24 +2,29 @@
 left out.
 
 Rule: the last `eval/loss` at the run's final step, when every usable run has one; else, for all runs alike,
-the median of the last ten `train/loss`. Never the last noisy step, never the minimum. Grouping runs into
-rungs is `forecast.py`.
+the median of the last ten `train/loss`. Never the last noisy step, never the minimum. What is checked row by row in a
+table is `rows.py`; grouping runs into rungs is `forecast.py`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from rungwise.analysis.vocabulary import decode_number
+from rungwise.analysis.rows import load_points, loss_refusal, target_flops, usable_points
+
+__all__ = [
+    "final_eval_loss", "final_train_loss", "ladder_points", "load_points", "logged_values", "loss_refusal",
+    "target_flops", "usable_points",
+]  # fmt: skip
 
 EVAL_RULE: Final = "last eval/loss, at the final step"
 TRAIN_RULE: Final = "median of the last 10 train/loss"
 TRAIN_WINDOW: Final = 10
-MAX_LOSS: Final = 100.0
-"""Nats per token; a uniform guess over a vocabulary of 10^9 costs 21."""
+HORIZON_SLACK: Final = 0.002
+"""Share of the horizon that may be missing: a last partial batch, never a part of the decay."""
 CONDITION_FIELDS: Final = (
     "optimizer", "transport", "capacity_factor", "precision", "mixture", "tokenizer", "vocab_size", "corpus_hash",
 )  # fmt: skip
@@ -62,15 +67,6 @@ def ladder_points(runs: Iterable[Any]) -> pd.DataFrame:
     return table
 
 
-def loss_refusal(loss: float | None) -> str | None:
-    """Why this final loss cannot be fitted, or None."""
-    if loss is None or math.isnan(loss):
-        return "final loss is missing or NaN"
-    if not 0.0 < loss <= MAX_LOSS:
-        return f"final loss {loss:g} is not between 0 and {MAX_LOSS:g} nats per token"
-    return None
-
-
 def logged_values(trajectory: Any, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values at which `metric` was logged, logged NaN included where the trajectory can tell."""
     frame = getattr(trajectory, "frame", trajectory)
@@ -102,6 +98,19 @@ def _refusal(run: Any) -> str | None:
     flops = run.plan.get("flops")
     if not isinstance(flops, int | float) or not math.isfinite(flops) or flops <= 0:
         return f"plan states no usable flops ({flops!r})"
+    return _short_of_horizon(run)
+
+
+def _short_of_horizon(run: Any) -> str | None:
+    """A run whose own counter of tokens stopped before the plan's horizon, whatever its state says."""
+    frame = getattr(run.trajectory, "frame", run.trajectory)
+    planned = run.plan.get("tokens")
+    if "tokens" not in frame.columns or not isinstance(planned, int | float):
+        return None
+    counted = frame["tokens"].to_numpy(dtype=float)
+    last = float(np.nanmax(counted)) if np.isfinite(counted).any() else math.nan
+    if math.isfinite(last) and last < (1.0 - HORIZON_SLACK) * planned:
+        return f"counted {last:.4g} of {planned:.4g} tokens: the horizon was not reached, nor the decay completed"
     return None
 
 
@@ -119,73 +128,3 @@ def _row(run: Any, loss: float | None, *, use_eval: bool) -> dict[str, Any]:
         **settings,
         **{key: value for key, value in scalars.items() if key not in ("run", "rung", "seed", "name")},
     }
-
-
-def usable_points(points: Any) -> tuple[pd.DataFrame, list[dict[str, str]], list[dict[str, str]]]:
-    """Checked rows of a plain table: (usable, refused with reasons, merged copies).
-
-    Copies are rows of one config hash and seed, or without hashes rows whose compute, loss and seed are
-    equal. Without a flops column, flops = 6 * (active) parameters * tokens.
-    """
-    table = points.copy() if isinstance(points, pd.DataFrame) else pd.DataFrame(list(points))
-    refused = [dict(item) for item in table.attrs.get("refused", ())]
-    merged = [dict(item) for item in table.attrs.get("merged", ())]
-    if "loss" not in table.columns:
-        raise ValueError(f"points have columns {list(table.columns)} and no 'loss'; add the final loss of each run")
-    if "run" not in table.columns:
-        table["run"] = [f"row {index}" for index in range(len(table))]
-    table["loss"] = _numbers(table["loss"])
-    table["flops"] = _numbers(table["flops"]) if "flops" in table.columns else _flops_of(table)
-    kept, seen = [], {}
-    for index, row in enumerate(table.to_dict("records")):
-        name, reason = str(row["run"]), loss_refusal(row["loss"])
-        if reason is None and not (math.isfinite(row["flops"]) and row["flops"] > 0):
-            reason = "compute (flops) is missing or not positive"
-        key = _identity(row)
-        if reason is not None:
-            refused.append({"run": name, "reason": reason})
-        elif key in seen:
-            merged.append({"run": name, "into": seen[key]})
-        else:
-            seen[key] = name
-            kept.append(index)
-    return table.iloc[kept].reset_index(drop=True), refused, merged
-
-
-def target_flops(target: Mapping[str, Any]) -> float:
-    """Training compute of the target, from its own record or 6 * (active) parameters * tokens.
-
-    Raises:
-        ValueError: neither is known, or the value is not positive.
-    """
-    flops = target.get("flops")
-    if flops is None:
-        flops = _flops_of(pd.DataFrame([dict(target)])).iloc[0]
-    if not math.isfinite(float(flops)) or float(flops) <= 0:
-        raise ValueError(f"target flops {flops} must be positive; give 'flops', or 'num_params' and 'tokens'")
-    return float(flops)
-
-
-def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    config = row.get("config_hash")
-    if isinstance(config, str) and config:
-        return (config, row.get("seed"))
-    return (row["flops"], row["loss"], row.get("seed"))
-
-
-def _numbers(column: Any) -> pd.Series:
-    return pd.Series([_number(value) for value in column], index=column.index, dtype=float)
-
-
-def _number(value: Any) -> float:
-    try:
-        return decode_number(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _flops_of(table: pd.DataFrame) -> pd.Series:
-    size = "num_active_params" if "num_active_params" in table.columns else "num_params"
-    if size not in table.columns or "tokens" not in table.columns:
-        raise ValueError("points have no 'flops', nor 'num_params' and 'tokens' to derive it from; add a column")
-    return 6.0 * _numbers(table[size]) * _numbers(table["tokens"])

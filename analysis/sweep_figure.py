@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from rungwise.analysis.figures import DPI, GRID, INK, MUTED, WIDTH_INCHES
+from rungwise.analysis.figure_style import DPI, GRID, INK, MUTED, WIDTH_INCHES
 from rungwise.analysis.valley import shape
 
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -5,8 +5,18 @@ from dataclasses import dataclass
 
 from rungwise.comm.capacity import exact_factor
 
-TRANSPORTS = ("dropless", "pooled_wave")
+TRANSPORTS = ("dropless", "expert_cell", "pooled_wave", "ragged")
 """Names `TransportConfig` accepts; `comm/transports.py` holds the function behind each."""
+
+SPILLING = ("expert_cell", "pooled_wave")
+"""Transports that can place an assignment at another of its token's experts."""
+
+_CHOICES = {
+    "name": TRANSPORTS,
+    "payload": ("compute", "mxfp8"),
+    "payload_scale": ("rceil", "floor"),
+    "ragged_exchange": ("by_backend", "native", "emulated"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +27,17 @@ class TransportConfig:
 
     Attributes:
         num_ranks: ranks that share the experts (1: nothing crosses a rank).
-        sender_capacity_factor: slots of a sending pool over its fair share of assignments.
-        receiver_capacity_factor: slots of an expert over its fair share of assignments.
-        num_waves: equal parts in which a pool is sent, so that transport and experts can overlap.
+        sender_capacity_factor: slots a sender reserves over their fair share of assignments: per destination
+            (`pooled_wave`) or per expert (`expert_cell`).
+        receiver_capacity_factor: rows a receiver reserves over their fair share: per expert (`pooled_wave`) or
+            for all its experts together (`ragged`).
+        num_waves: equal parts in which rows are sent: of every pool (`pooled_wave`), of a rank's experts
+            (`expert_cell`). `ragged` sends once.
+        spill: how many other experts of its own token an assignment without a slot is offered to.
+        payload: number format of rows between ranks; `mxfp8` is `comm/mxfp8.py`.
+        payload_scale: rule of its scales.
+        ragged_exchange: `jax.lax.ragged_all_to_all` or its emulation; by_backend: native on a mesh of
+            accelerators. Virtual ranks emulate always.
     """
 
     name: str
@@ -29,13 +47,14 @@ class TransportConfig:
     sender_capacity_factor: float = 1.15
     receiver_capacity_factor: float = 1.15
     num_waves: int = 1
+    spill: int = 0
+    payload: str = "compute"
+    payload_scale: str = "rceil"
+    ragged_exchange: str = "by_backend"
 
     def __post_init__(self) -> None:
-        if self.name not in TRANSPORTS:
-            near = difflib.get_close_matches(str(self.name), TRANSPORTS, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"transport {self.name!r} is unknown; did you mean {near!r}? Known: {', '.join(TRANSPORTS)}"
-            )
+        for field, known in _CHOICES.items():
+            _check_choice("transport" if field == "name" else field, getattr(self, field), known)
         for field in ("num_experts", "top_k", "num_ranks", "num_waves"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} {getattr(self, field)} is below 1; set at least 1")
@@ -49,6 +68,12 @@ class TransportConfig:
             raise ValueError(
                 f"num_waves {self.num_waves} does not divide {self.experts_per_rank} experts per rank; choose a divisor"
             )
+        if not 0 <= self.spill < self.top_k:
+            raise ValueError(f"spill {self.spill} is not within 0..{self.top_k - 1}, a token's other choices; lower it")
+        if self.spill and self.name not in SPILLING:
+            raise ValueError(f"spill {self.spill} has no meaning for transport {self.name!r}; set 0")
+        if self.payload != "compute" and self.name == "dropless":
+            raise ValueError(f"payload {self.payload!r} has no meaning for transport 'dropless'; set 'compute'")
         exact_factor(self.sender_capacity_factor)
         exact_factor(self.receiver_capacity_factor)
 
@@ -56,3 +81,9 @@ class TransportConfig:
     def experts_per_rank(self) -> int:
         """Experts one rank owns."""
         return self.num_experts // self.num_ranks
+
+
+def _check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
+        raise ValueError(f"{what} {value!r} is unknown; did you mean {near!r}? Known: {', '.join(known)}")

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rungwise.comm import collectives
+from rungwise.comm.buffers import BLOCK, num_blocks
 from rungwise.comm.config import TransportConfig
 from rungwise.comm.drops import TransportResult, count_drops, read_assignments
 from rungwise.comm.permute import combine_rows, dispatch_rows
-from rungwise.comm.placement import Placement, lookup, place, rank_within
+from rungwise.comm.placement import Placement, block_rows, count_within, lookup, place, rank_within
 
-_BLOCK = 128
-"""Rows of a block. Larger wastes rows in each expert's last block, smaller copies the weights more often."""
+_BLOCK = BLOCK
 
 
 def dropless(
@@ -66,12 +66,8 @@ def _compute(tokens, expert, weights, expert_fn, *, num_local):
 def _sort_into_blocks(expert: Int[Array, " items"], num_local: int) -> tuple[Placement, Int[Array, " groups"]]:
     """Items to rows of [groups, block] sorted by expert, and the expert of each group (never decreasing)."""
     own = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
-    num_groups = -(-own.shape[0] // _BLOCK) + num_local
-    load = jnp.zeros(num_local, jnp.int32).at[own].add(1, mode="drop")
-    last = jnp.cumsum(-(-load // _BLOCK))  # group after the last one of each expert
-    first_row = (last - -(-load // _BLOCK)) * _BLOCK
+    num_groups = num_blocks(own.shape[0], block=_BLOCK, num_experts=num_local)
+    first_row, group_expert = block_rows(count_within(own, num_local), block=_BLOCK, num_blocks=num_groups)
     num_rows = num_groups * _BLOCK
     row = lookup(first_row, own, missing=num_rows) + rank_within(own, num_local)
-    placement = place(jnp.where(own < num_local, row, num_rows), num_rows)
-    passed = last[None, :] <= jnp.arange(num_groups, dtype=jnp.int32)[:, None]
-    return placement, jnp.minimum(jnp.sum(passed, axis=-1, dtype=jnp.int32), num_local - 1)
+    return place(jnp.where(own < num_local, row, num_rows), num_rows), group_expert

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rungwise.comm.config import TransportConfig
+from rungwise.comm.placement import count_within
 
 
 class DropCounts(NamedTuple):
@@ -16,6 +17,10 @@ class DropCounts(NamedTuple):
 
     valid: Int[Array, ""]
     """Assignments of real tokens to existing experts."""
+    spilled: Int[Array, ""]
+    """Kept assignments computed by another of their token's experts."""
+    clipped_values: Int[Array, ""]
+    """Values this rank sent that its payload's number format could not hold."""
     sender_dropped: Int[Array, ""]
     """Assignments that found no slot before they were sent."""
     receiver_dropped: Int[Array, ""]
@@ -37,7 +42,7 @@ class TransportResult(NamedTuple):
     output: Float[Array, "tokens width"]
     counts: DropCounts
     kept: Bool[Array, "tokens top_k"]
-    """Which assignments were computed."""
+    """Which assignments were computed, by the chosen expert or after a spill by another."""
 
 
 class Assignments(NamedTuple):
@@ -66,16 +71,25 @@ def count_drops(
     sent: Bool[Array, "tokens top_k"],
     kept: Bool[Array, "tokens top_k"],
     config: TransportConfig,
+    turn: Int[Array, "tokens top_k"] | int = 0,
+    clipped: Int[Array, ""] | int = 0,
 ) -> DropCounts:
-    """Counts of one rank from which assignments were sent and which of those were computed."""
+    """Counts of one rank from which assignments were sent and which of those were computed.
+
+    Args:
+        turn: above 0 where an assignment was placed by a spill.
+        clipped: values clipped on this rank's way out.
+    """
     _, valid, real = assignments
-    load = jnp.zeros(config.num_experts, jnp.int32).at[assignments.expert].add(1, mode="drop")
+    load = count_within(assignments.expert, config.num_experts)
 
     def count(mask: Array) -> Int[Array, ""]:
         return jnp.sum(mask, dtype=jnp.int32)
 
     return DropCounts(
         valid=count(valid),
+        spilled=count(kept & (jnp.asarray(turn) > 0)),
+        clipped_values=jnp.asarray(clipped, jnp.int32),
         sender_dropped=count(valid & ~sent),
         receiver_dropped=count(sent & ~kept),
         out_of_range=count(real[:, None] & ~valid),

@@ -30,6 +30,26 @@ def place(slot: Int[Array, " items"], num_slots: int) -> Placement:
     return Placement(slot=jnp.minimum(slot, num_slots), item=item)
 
 
+def block_rows(
+    load: Int[Array, "*ranks experts"], *, block: int, num_blocks: int
+) -> tuple[Int[Array, "*ranks experts"], Int[Array, "*ranks blocks"]]:
+    """Rows sorted by expert, each expert starting a new block of `block` rows.
+
+    Returns:
+        The first row of each expert, and the expert of each block (never decreasing; of spare blocks the last).
+    """
+    needed = -(-load // block)
+    last = jnp.cumsum(needed, axis=-1, dtype=jnp.int32)
+    passed = last[..., None, :] <= jnp.arange(num_blocks, dtype=jnp.int32)[:, None]
+    owner = jnp.minimum(jnp.sum(passed, axis=-1, dtype=jnp.int32), load.shape[-1] - 1)
+    return (last - needed) * block, owner
+
+
+def count_within(bins: Int[Array, " items"], num_bins: int) -> Int[Array, " bins"]:
+    """Items of each bin; an item whose bin is `num_bins` or beyond counts nowhere."""
+    return jnp.zeros(num_bins, jnp.int32).at[bins].add(1, mode="drop")
+
+
 def lookup(table: Int[Array, " entries"], index: Int[Array, "*shape"], *, missing: int) -> Int[Array, "*shape"]:
     """`table[index]`, or `missing` where the index lies past the end."""
     return table.at[index].get(mode="fill", fill_value=missing)

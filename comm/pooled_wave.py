@@ -12,29 +12,20 @@ Source: marin-community/marin #8289 (rule), #8347 (fair order), #8348 (two capac
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rungwise.comm import collectives
-from rungwise.comm.capacity import capacity, logical_capacity
+from rungwise.comm.buffers import PoolRoom, pool_room
+from rungwise.comm.capacity import logical_capacity
+from rungwise.comm.claims import Claims, claim_slots, claimed_gates
 from rungwise.comm.config import TransportConfig
 from rungwise.comm.drops import TransportResult, count_drops, read_assignments
+from rungwise.comm.payload import exchange
 from rungwise.comm.permute import combine_rows, dispatch_rows
 from rungwise.comm.placement import Placement, lookup, place, rank_within
-
-
-class _Room(NamedTuple):
-    """Static shape of the buffers, in rows."""
-
-    pool: int
-    """Slots of a pool: per (sender, destination, wave)."""
-    header: int
-    """Header rows in front of them."""
-    expert: int
-    """Rows of a local expert per wave."""
 
 
 def pooled_wave(
@@ -50,7 +41,8 @@ def pooled_wave(
     """Sends each token to the ranks of its experts and sums what comes back; full pools and full experts drop.
 
     A dropped assignment contributes zero and the other gates are not renormalised. Who is dropped: at the
-    sender, the later of a destination's assignments in token order; at the receiver, the later slots of an
+    sender, the later of a destination's assignments in token order, unless `spill` finds room in the pool of another
+    of their token's experts; at the receiver, the later slots of an
     expert. Capacities shrink with the number of valid assignments: this rank's at the sender, the mean over
     ranks at the receiver.
 
@@ -65,18 +57,22 @@ def pooled_wave(
     collectives.check_axis(axis, config.num_ranks)
     _check_header(config, tokens.dtype)
     assignments = read_assignments(expert_ids, valid, num_experts=config.num_experts)
-    room = _room(tokens, config)
+    room = pool_room(config, num_tokens=tokens.shape[0], width=tokens.shape[1])
     num_valid = jnp.sum(assignments.valid, dtype=jnp.int32)
-    pool = _fill_pools(assignments.expert, num_valid, room, config)
-    sent = (pool.slot < pool.item.shape[0]).reshape(gates.shape)
+    claims = _claim(assignments.expert, num_valid, room, config)
+    pool = _fill_pools(claims, room, config)
+    sent = claims.placed.reshape(gates.shape)
     if axis is None or config.num_ranks == 1:
         move = functools.partial(_on_one_rank, num_valid=num_valid)
     else:
         move = functools.partial(_across_ranks, num_valid=collectives.total(num_valid, axis), axis=axis)
-    rows, placement, kept = move(tokens, assignments.expert, pool, expert_fn, room=room, config=config)
+    rows, placement, kept, clipped = move(tokens, claims.expert, pool, expert_fn, room=room, config=config)
     kept = sent & kept.reshape(gates.shape)
-    output = combine_rows(rows, jnp.where(kept, gates, 0), placement)
-    return TransportResult(output, count_drops(assignments, sent=sent, kept=kept, config=config), kept)
+    weights = claimed_gates(gates, claims, spill=config.spill)
+    output = combine_rows(rows, jnp.where(kept, weights, 0), placement)
+    turn = claims.turn.reshape(gates.shape)
+    counts = count_drops(assignments, sent=sent, kept=kept, config=config, turn=turn, clipped=clipped)
+    return TransportResult(output, counts, kept)
 
 
 def _check_header(config: TransportConfig, dtype: jnp.dtype) -> None:
@@ -87,31 +83,30 @@ def _check_header(config: TransportConfig, dtype: jnp.dtype) -> None:
         )
 
 
-def _room(tokens: Float[Array, "tokens width"], config: TransportConfig) -> _Room:
-    """Physical capacities, cut where a buffer could never fill."""
-    num_items, waves, ranks = tokens.shape[0] * config.top_k, config.num_waves, config.num_ranks
-    pool = capacity(num_items, num_bins=ranks * waves, capacity_factor=config.sender_capacity_factor)
-    pool = min(pool, -(-num_items // waves))
-    expert_bins = config.experts_per_rank * waves
-    expert = capacity(num_items, num_bins=expert_bins, capacity_factor=config.receiver_capacity_factor)
-    header = -(-pool // tokens.shape[1]) if ranks > 1 else 0
-    return _Room(pool, header, min(expert, ranks * pool))
-
-
-def _fill_pools(
-    expert: Int[Array, " items"], num_valid: Int[Array, ""], room: _Room, config: TransportConfig
-) -> Placement:
-    """Items to rows of the payloads [waves, ranks, header + pool]; header rows stay empty."""
+def _claim(expert: Int[Array, " items"], num_valid: Int[Array, ""], room: PoolRoom, config: TransportConfig) -> Claims:
+    """Ranks of the assignments in the pools of their destinations, all waves of a pool together."""
     waves, ranks = config.num_waves, config.num_ranks
     limit = logical_capacity(
         num_valid, num_bins=ranks * waves, capacity_factor=config.sender_capacity_factor, physical=room.pool
     )
-    destination = expert // config.experts_per_rank
-    rank = rank_within(destination, ranks)
-    wave, slot = rank % waves, rank // waves
+    return claim_slots(
+        expert,
+        num_experts=config.num_experts,
+        experts_per_bin=config.experts_per_rank,
+        limit=limit * waves,
+        top_k=config.top_k,
+        spill=config.spill,
+    )
+
+
+def _fill_pools(claims: Claims, room: PoolRoom, config: TransportConfig) -> Placement:
+    """Items to rows of the payloads [waves, ranks, header + pool]; header rows stay empty."""
+    waves, ranks = config.num_waves, config.num_ranks
+    wave, slot = claims.rank % waves, claims.rank // waves
+    destination = claims.expert // config.experts_per_rank
     row = (wave * ranks + destination) * (room.header + room.pool) + room.header + slot
     num_rows = waves * ranks * (room.header + room.pool)
-    return place(jnp.where((destination < ranks) & (slot < limit), row, num_rows), num_rows)
+    return place(jnp.where(claims.placed, row, num_rows), num_rows)
 
 
 def _fill_experts(
@@ -119,7 +114,7 @@ def _fill_experts(
     num_valid: Int[Array, ""],
     *,
     num_bins: int,
-    room: _Room,
+    room: PoolRoom,
     config: TransportConfig,
 ) -> Int[Array, " items"]:
     """Row of each item in [num_bins, rows of an expert], in the order given; num_bins × rows where there is none.
@@ -147,11 +142,14 @@ def _on_one_rank(tokens, expert, pool, expert_fn, *, num_valid, room, config):
     row = _fill_experts(bins, num_valid, num_bins=num_bins, room=room, config=config)
     placement = place(row, num_bins * room.expert)
     rows = dispatch_rows(tokens, placement).reshape(num_experts, waves * room.expert, -1)
-    return expert_fn(rows).reshape(-1, tokens.shape[1]), placement, row < num_bins * room.expert
+    return expert_fn(rows).reshape(-1, tokens.shape[1]), placement, row < num_bins * room.expert, 0
 
 
 def _across_ranks(tokens, expert, pool, expert_fn, *, num_valid, axis, room, config):
-    """Payloads out, experts, payloads back. Returns all waves' rows, where each item's row is, and which came back."""
+    """Payloads out, experts, payloads back.
+
+    Returns all waves' rows, where each item's row is, which came back, and how many values were clipped on the way.
+    """
     local_id = jnp.where(
         pool.item < expert.shape[0], lookup(expert, pool.item, missing=0) % config.experts_per_rank + 1, 0
     )
@@ -159,14 +157,18 @@ def _across_ranks(tokens, expert, pool, expert_fn, *, num_valid, axis, room, con
     payloads = _with_header(
         dispatch_rows(tokens, pool).reshape(*shape, -1), local_id.reshape(shape)[..., room.header :], room
     )
-    returned = []
+    move = functools.partial(exchange, axis=axis, config=config, header_rows=room.header)
+    returned, clipped = [], 0
     for wave in range(config.num_waves):
-        arrived = collectives.all_to_all(payloads[wave], axis)
+        arrived, lost_out = move(payloads[wave])
         reply = _serve(arrived, expert_fn, num_valid=num_valid, room=room, config=config)
-        returned.append(collectives.all_to_all(reply, axis))
+        back, lost_back = move(reply)
+        returned.append(back)
+        clipped = clipped + lost_out + lost_back
     rows = jnp.stack(returned)
     flags = jnp.pad(_read_header(rows, room), ((0, 0), (0, 0), (room.header, 0)))
-    return rows.reshape(-1, tokens.shape[1]), pool, lookup(flags.reshape(-1), pool.slot, missing=0) > 0
+    kept = lookup(flags.reshape(-1), pool.slot, missing=0) > 0
+    return rows.reshape(-1, tokens.shape[1]), pool, kept, clipped
 
 
 def _serve(arrived, expert_fn, *, num_valid, room, config):
@@ -184,7 +186,7 @@ def _serve(arrived, expert_fn, *, num_valid, room, config):
     return _with_header(reply, row < nowhere, room)
 
 
-def _with_header(payload: Float[Array, "*lead rows width"], values: Array, room: _Room) -> Array:
+def _with_header(payload: Float[Array, "*lead rows width"], values: Array, room: PoolRoom) -> Array:
     """Writes one small integer per slot over the header rows."""
     *lead, _, width = payload.shape
     spare = room.header * width - room.pool
@@ -192,6 +194,6 @@ def _with_header(payload: Float[Array, "*lead rows width"], values: Array, room:
     return jnp.concatenate([header.reshape(*lead, room.header, width), payload[..., room.header :, :]], axis=-2)
 
 
-def _read_header(payload: Float[Array, "*lead rows width"], room: _Room) -> Int[Array, "*lead slots"]:
+def _read_header(payload: Float[Array, "*lead rows width"], room: PoolRoom) -> Int[Array, "*lead slots"]:
     header = jax.lax.stop_gradient(payload[..., : room.header, :])
     return header.reshape(*payload.shape[:-2], -1)[..., : room.pool].astype(jnp.int32)

@@ -11,10 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from rungwise.comm.config import TransportConfig
 from rungwise.comm.dropless import dropless
 from rungwise.comm.drops import TransportResult
+from rungwise.comm.expert_cell import expert_cell
 from rungwise.comm.pooled_wave import pooled_wave
+from rungwise.comm.ragged import ragged
 
 TABLE: Mapping[str, Callable[..., TransportResult]] = MappingProxyType(
-    {"dropless": dropless, "pooled_wave": pooled_wave}
+    {"dropless": dropless, "expert_cell": expert_cell, "pooled_wave": pooled_wave, "ragged": ragged}
 )
 
 

@@ -127,6 +127,9 @@ def forecast(
     register: Annotated[
         bool, typer.Option("--register", help="Freeze the forecast; refused once the hero has started.")
     ] = False,
+    backtest: Annotated[
+        bool, typer.Option("--backtest", help="Also forecast the upper rungs from those below, and score it.")
+    ] = False,
     level: Annotated[float, typer.Option(help="Coverage the interval aims at.")] = 0.9,
     home: Home = None,
     tracking: Tracking = None,
@@ -144,10 +147,13 @@ def forecast(
     made = predict.forecast_runs(runs, level=level)
     if register:
         console.log(f"registered as {predict.register_forecast(made, runs, home=folder, tracking=tracking)}")
+    held_out = predict.backtest_runs(runs, level=level).to_dict() if backtest else None
     if as_json:
-        console.print_json(made.to_dict())
-    else:
-        console.print_result(tables.forecast_table(made.to_dict()))
+        console.print_json(made.to_dict() | ({"backtest": held_out} if held_out else {}))
+        return
+    console.print_result(tables.forecast_table(made.to_dict()))
+    if held_out:
+        console.print_result(tables.backtest_table(held_out))
 
 
 @app.command(name="watch")

@@ -56,6 +56,10 @@ class TransportSection(Record):
     sender_capacity_factor: float
     receiver_capacity_factor: float
     num_waves: int = Field(ge=1)
+    spill: int = Field(default=0, ge=0, description="other choices of a token that a full slot spills to")
+    payload: Literal["compute", "mxfp8"] = Field(default="compute", description="type in which rows travel")
+    payload_scale: Literal["rceil", "floor"] = Field(default="rceil", description="rounding of a block's scale")
+    ragged_exchange: Literal["by_backend", "native", "emulated"] = "by_backend"
 
 
 class ExecutionConfig(Record):

@@ -12,8 +12,10 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from rungwise.analysis.backtest import Backtest, backtest
 from rungwise.analysis.curves import forecast_curve
 from rungwise.analysis.forecast import Forecast, forecast_final
+from rungwise.analysis.leave_out import leave_one_rung_out
 from rungwise.analysis.optimum import recipe_gap, sweep_key
 from rungwise.analysis.points import final_eval_loss, final_train_loss, ladder_points, logged_values
 from rungwise.analysis.registry import load_registered, load_registered_mlflow, register
@@ -115,7 +117,7 @@ def forecast_runs(runs: FamilyRuns, *, level: float = 0.9) -> Forecast:
         UnfitForecast: fewer than three usable rungs.
     """
     points = with_sweeps(ladder_points(runs.rungs), runs)
-    target = {key: value for key, value in runs.plan["hero"].items() if isinstance(value, int | float | str)}
+    target = _target(runs)
     forecast = forecast_final(points, target, level=level)
     if forecast.low is None:
         return forecast
@@ -129,6 +131,28 @@ def forecast_runs(runs: FamilyRuns, *, level: float = 0.9) -> Forecast:
     return forecast
 
 
+def _target(runs: FamilyRuns) -> dict[str, Any]:
+    return {key: value for key, value in runs.plan["hero"].items() if isinstance(value, int | float | str)}
+
+
+def backtest_runs(runs: FamilyRuns, *, level: float = 0.9) -> Backtest:
+    """The same procedure on the ladder's own upper rungs: each forecast from those below it.
+
+    Raises:
+        UnfitForecast: fewer rungs than one forecast and one held-out rung need.
+    """
+    return backtest(ladder_points(runs.rungs), level=level)
+
+
+def leave_one_out_runs(runs: FamilyRuns, *, level: float = 0.9) -> list[dict[str, Any]]:
+    """The hero's forecast without each rung in turn.
+
+    Raises:
+        UnfitForecast: leaving one out leaves too few.
+    """
+    return leave_one_rung_out(ladder_points(runs.rungs), _target(runs), level=level)
+
+
 def with_sweeps(points: pd.DataFrame, runs: FamilyRuns) -> pd.DataFrame:
     """The points with what each rung's recipe loses by the family's sweeps; missing where nothing was swept."""
     if runs.sweeps is None or points.empty:
@@ -139,8 +163,8 @@ def with_sweeps(points: pd.DataFrame, runs: FamilyRuns) -> pd.DataFrame:
         for row in points.to_dict("records")
     ]
     return points.assign(
-        sweep_loss_lost_percent=[None if gap is None else gap.percent for gap in gaps],
-        sweep_at_edge=[None if gap is None else gap.at_edge for gap in gaps],
+        recipe_excess=[None if gap is None or gap.percent is None else gap.percent / 100 for gap in gaps],
+        recipe_at_edge=[None if gap is None else gap.at_edge for gap in gaps],
     )
 
 
@@ -149,7 +173,7 @@ def rung_curves(records: Iterable[RunRecord], metric: str) -> pd.DataFrame:
     tables = [pd.DataFrame(columns=["run", "progress", "loss"])]
     for record in records:
         steps, values = logged_values(record.trajectory, metric)
-        scalars = {key: record.plan[key] for key in ("flops", "num_params", "num_active_params", "tokens")}
+        scalars = {key: record.plan[key] for key in ("flops", "num_params", "num_active_params", "tokens", "steps")}
         progress = steps / record.plan["steps"]
         tables.append(pd.DataFrame({"run": record.run, "progress": progress, "loss": values, **scalars}))
     return pd.concat([table for table in tables if len(table)] or tables)

@@ -5,6 +5,7 @@ Words and tables are made here, curves in `rungwise.analysis.figures`, looks in 
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
@@ -15,21 +16,32 @@ import jinja2
 from markupsafe import Markup
 
 import rungwise
+from rungwise.analysis.fit import UnfitForecast
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.points import final_eval_loss
 from rungwise.analysis.source import RunRecord
 from rungwise.ladder.console import duration
 from rungwise.ladder.home import family_folder, make_folder
 from rungwise.ladder.plan_table import plan_cells
-from rungwise.ladder.predict import FamilyRuns, Outcome, hero_outcome, load_family_runs, top_rung_loss
+from rungwise.ladder.predict import (
+    FamilyRuns,
+    Outcome,
+    backtest_runs,
+    hero_outcome,
+    leave_one_out_runs,
+    load_family_runs,
+    top_rung_loss,
+)
 from rungwise.ladder.report_figures import (
     Picture,
+    backtest_picture,
     drops_pictures,
     fit_picture,
     floor_picture,
+    leave_one_out_picture,
     trajectory_pictures,
 )
-from rungwise.ladder.tables import half_width_text, law_text, loss_text, quantity
+from rungwise.ladder.tables import backtest_text, half_width_text, law_text, loss_text, quantity
 from rungwise.ladder.watch import Verdict, judge_loaded, recorded_alerts
 
 Cells = Sequence[Sequence[str]]
@@ -182,6 +194,7 @@ def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict) -> It
     yield Section(id="plan", title="The plan", tables=[Table(columns=columns, rows=rows)], note=note)
     if forecast is not None:
         yield _fit_section(forecast, outcome)
+        yield from _evidence_sections(runs, forecast)
         text = list(_floor_text(forecast))
         pictures = [floor_picture(forecast)]
         yield Section(id="floor", title="How much the floor matters", text=text, pictures=pictures)
@@ -209,6 +222,22 @@ def _fit_section(forecast: Forecast, outcome: Outcome | None) -> Section:
         pictures=[fit_picture(forecast, outcome)],
         tables=[Table(columns=["law", "L(C), nats; C in FLOPs", "at the hero"], rows=laws)],
     )
+
+
+def _evidence_sections(runs: FamilyRuns, forecast: Forecast) -> Iterator[Section]:
+    """The back-test on the ladder itself, and the forecast without each rung; none where rungs are too few."""
+    pictures, text = [], []
+    try:
+        held_out = backtest_runs(runs, level=forecast.level).to_dict()
+    except UnfitForecast:
+        return
+    text.append(f"{backtest_text(held_out)}.")
+    if evidence := (forecast.method or {}).get("evidence"):
+        text.append(f"{evidence[:1].upper()}{evidence[1:]}.")
+    pictures.append(backtest_picture(held_out["rows"], level=forecast.level))
+    with suppress(UnfitForecast):
+        pictures.append(leave_one_out_picture(forecast, leave_one_out_runs(runs, level=forecast.level)))
+    yield Section(id="evidence", title="How the procedure does on this ladder", text=text, pictures=pictures)
 
 
 def _law(law: Mapping[str, Any]) -> Markup:

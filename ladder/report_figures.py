@@ -2,8 +2,9 @@
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import pandas as pd
@@ -11,6 +12,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from rungwise.analysis.divergence import Alert
+from rungwise.analysis.evidence_figures import backtest_figure, leave_one_out_figure
 from rungwise.analysis.figures import (
     drops_figure,
     floor_profile_figure,
@@ -38,6 +40,18 @@ def fit_picture(forecast: Forecast, outcome: Outcome | None) -> Picture:
     figure = ladder_fit_figure(forecast, outcome=outcome and outcome.measured)
     caption = "Final losses of the rungs, the law, the forecast of the hero with its interval, and the outcome."
     return Picture(svg=inline_svg(figure, "fit", caption), caption=caption)
+
+
+def backtest_picture(rows: Sequence[Mapping[str, Any]], *, level: float) -> Picture:
+    """Held-out rungs with their forecasts."""
+    caption = "Each upper rung forecast from those below it: error and interval in percent of what was measured."
+    return Picture(svg=inline_svg(backtest_figure(rows, level=level), "backtest", caption), caption=caption)
+
+
+def leave_one_out_picture(forecast: Forecast, rows: Sequence[Mapping[str, Any]]) -> Picture:
+    """The hero's forecast without each rung."""
+    caption = "The forecast of the hero with all rungs, and without each of them."
+    return Picture(svg=inline_svg(leave_one_out_figure(forecast, rows), "leave-out", caption), caption=caption)
 
 
 def floor_picture(forecast: Forecast) -> Picture:

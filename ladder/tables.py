@@ -107,12 +107,42 @@ def forecast_table(forecast: Mapping[str, Any]) -> RenderableType:
         "laws": "\n".join(laws),
         "runs used": ", ".join(row["run"] for row in forecast["used"]),
         "runs refused": "\n".join(refused) or "none",
+        "evidence": (forecast.get("method") or {}).get("evidence", "–"),
         "loss rule": forecast["loss_rule"],
         "beware": "\n".join(forecast["warnings"]) or "nothing noted",
     }
     for name, text in rows.items():
         table.add_row(name, escape(text))
     return table
+
+
+def backtest_table(result: Mapping[str, Any]) -> RenderableType:
+    """Each upper rung forecast from the smaller ones, and what the forecasts say together."""
+    caption = backtest_text(result)
+    title = f"back-test: upper rungs forecast from those below, {result['level']:.0%} intervals"
+    columns = ("run", "compute, times", "forecast", "interval", "measured", "error", "skill", "inside")
+    table = build_table(title, *columns, caption=caption)
+    for row in result["rows"]:
+        interval = "–" if row["low"] is None else f"{row['low']:.4f} … {row['high']:.4f}"
+        table.add_row(
+            row["run"],
+            f"{row['extrapolation_ratio']:.2f}",
+            f"{row['point']:.4f}",
+            interval,
+            f"{row['observed']:.4f}",
+            f"{row['percent']:+.2f}%",
+            f"{row['skill']:.2f}",
+            "–" if row["inside"] is None else "yes" if row["inside"] else "no",
+        )
+    return table
+
+
+def backtest_text(result: Mapping[str, Any]) -> str:
+    """One sentence on a back-test."""
+    summary, rows = result["summary"], [row for row in result["rows"] if row["inside"] is not None]
+    held = sum(bool(row["inside"]) for row in rows)
+    mean = "" if summary is None else f"; mean absolute error {summary['mean_abs_percent']:.2f}%"
+    return f"{held} of {len(rows)} held-out runs inside their intervals{mean}"
 
 
 def law_text(law: Mapping[str, Any]) -> str:

@@ -72,3 +72,15 @@ def test_usable_points_derive_compute_from_parameters_and_tokens():
     assert used["flops"].iloc[0] == 6 * 1e6 * 2e7
     with pytest.raises(ValueError, match="no 'flops'"):
         usable_points([{"loss": 3.0}])
+
+
+def test_ladder_points_refuse_a_run_whose_counter_stopped_short(ladder):
+    runs = ladder()
+    short = runs[3].trajectory.copy()
+    short["tokens"] *= 0.97
+    runs[3] = replace(runs[3], trajectory=short)
+    points = ladder_points(runs)
+    assert "d128" not in set(points["run"])
+    (refused,) = points.attrs["refused"]
+    assert refused["run"] == "d128"
+    assert "the horizon was not reached" in refused["reason"]

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rungwise.analysis.curves import forecast_curve
 from rungwise.analysis.divergence import replay
 
 
@@ -59,42 +58,3 @@ def test_diverged_xlstm_runs_are_found_by_step_400(reference_data: Path):
         assert replay(curves[curves["id"] == healthy["id"]], peers=others) == []
     assert len(first) == 2
     assert all(alert.rule == "not_learning" and alert.step <= 400 for alert in first.values())
-
-
-@pytest.mark.parametrize(("task", "mean_error"), [("chess", 1.0), ("c5m", 0.3)])
-def test_supercollapse_curve_of_the_largest_from_the_four_smallest(reference_data: Path, task: str, mean_error: float):
-    table: Any = pd.read_csv(reference_data / "supercollapse" / f"{task}.csv.gz")
-    means = table.groupby(["params", "step"], as_index=False)[["test_loss", "compute"]].mean().query("compute > 0")
-    means["flops"] = means.groupby("params")["compute"].transform("max")
-    means = means.assign(run=means["params"].astype(str), progress=means["compute"] / means["flops"])
-    means = means.rename(columns={"test_loss": "loss"}).drop(columns=["step", "compute", "params"])
-    sizes = sorted(means["flops"].unique())
-    truth = means[(means["flops"] == sizes[-1]) & (means["progress"] >= 0.05)].sort_values("progress")
-    rungs = means[means["flops"].isin(sizes[:4])]
-    forecast = forecast_curve(rungs, {"flops": sizes[-1]}, progress=truth["progress"])
-    error = 100 * np.abs(forecast["loss"].to_numpy() / truth["loss"].to_numpy() - 1)
-    inside = (forecast["low"].to_numpy() <= truth["loss"]) & (truth["loss"] <= forecast["high"].to_numpy())
-    assert error.mean() < mean_error
-    assert inside.mean() >= 0.85
-
-
-@pytest.mark.parametrize("multiple", ["1xC", "2xC", "5xC", "10xC"])
-def test_olmo_3b_curve_from_its_ladder(reference_data: Path, multiple: str):
-    table: Any = pd.read_csv(reference_data / "olmo_ladder" / "ladder_eval_curves.csv.gz")
-    (column,) = [name for name in table.columns if "c4" in name.lower() and "CrossEntropy" in name]
-    sizes = {"190M": 190354176, "370M": 371262464, "760M": 758220288, "1B": 1279395840, "3B": 3.171e9}
-
-    def curve(size: str) -> pd.DataFrame:
-        rows = table[table["run"] == f"{size}-{multiple}"].dropna(subset=[column, "throughput/total_tokens"])
-        tokens = rows["throughput/total_tokens"].to_numpy(dtype=float)
-        flops = 6 * sizes[size] * tokens.max()
-        out: Any = pd.DataFrame({"run": size, "flops": flops, "progress": tokens / tokens.max(), "loss": rows[column]})
-        return out[out["progress"] > 0].sort_values("progress")
-
-    truth = curve("3B").query("progress >= 0.1")
-    rungs = pd.concat([curve(size) for size in ("190M", "370M", "760M", "1B")])
-    forecast = forecast_curve(rungs, {"flops": truth["flops"].iloc[0]}, progress=truth["progress"])
-    error = np.abs(forecast["loss"].to_numpy() / truth["loss"].to_numpy() - 1)
-    inside = (forecast["low"].to_numpy() <= truth["loss"]) & (truth["loss"] <= forecast["high"].to_numpy())
-    assert error.mean() < 0.011
-    assert inside.mean() >= 0.85

@@ -51,3 +51,16 @@ def test_load_detects_a_changed_file(tmp_path: Path, forecast: Forecast, old: st
 def test_load_of_an_empty_or_missing_folder_is_none(tmp_path: Path):
     assert load_registered(tmp_path) is None
     assert load_registered(tmp_path / "nowhere") is None
+
+
+def test_a_forecast_of_an_earlier_version_is_read_under_its_own_hash(tmp_path: Path, forecast: Forecast):
+    """Fields added since are left out of the content where they are unset, so that old hashes stay true."""
+    earlier = replace(forecast, method=None)
+    record = earlier.to_dict()
+    assert "method" not in record
+    assert Forecast.from_dict(record) == earlier
+    digest = register(earlier, tmp_path)
+    found = load_registered(tmp_path)
+    assert found is not None
+    assert (found.hash, found.method) == (digest, None)
+    assert forecast.hash != digest

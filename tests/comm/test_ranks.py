@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from rungwise.comm.config import TRANSPORTS
 from rungwise.comm.ranks import Ranks, over_ranks
 
 
@@ -45,10 +46,28 @@ def test_ranks_virtual_equal_a_mesh_of_devices():
         capture_output=True,
         text=True,
         check=False,
+        timeout=900,
     )
     assert child.returncode == 0, child.stderr[-2000:]
     checks = json.loads(child.stdout)
-    assert len(checks) == 8
+    assert {check["transport"] for check in checks} == set(TRANSPORTS)
     for check in checks:
         assert check["exact"], check
         assert check["error"] < 1e-5, check
+    compiled = [check for check in checks if "named" in check]
+    assert len(compiled) >= len(TRANSPORTS)
+    for check in compiled:
+        check_compiled(check)
+
+
+def check_compiled(check):
+    """In the compiled text every exchange stands once forward and once backward, and naming is what does it."""
+    named, waves = check["named"], check.get("num_waves", 1)
+    if check["transport"] in ("expert_cell", "pooled_wave"):
+        assert named["all-to-all"] == 4 * waves, check
+        assert named["all-gather"] == named["reduce-scatter"] == 0, check
+    elif check["transport"] == "ragged":  # emulated: counts, and for each way rows and tables; backward rows only
+        assert (named["all-gather"], named["reduce-scatter"]) == (5, 2), check
+    else:
+        assert (named["all-gather"], named["reduce-scatter"]) == (4, 3), check
+    assert sum(check["nothing_named"].values()) > sum(named.values()), check

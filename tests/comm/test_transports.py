@@ -69,10 +69,22 @@ def test_transports_agree_with_the_dense_reference_when_nothing_drops(moe, name,
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
-@pytest.mark.parametrize(("num_ranks", "num_waves"), [(1, 2), (4, 1), (4, 2)])
-def test_transports_agree_in_values_and_gradients(moe, num_ranks, num_waves, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("pooled_wave", {"num_ranks": 1, "num_waves": 2}),
+        ("pooled_wave", {"num_ranks": 4}),
+        ("pooled_wave", {"num_ranks": 4, "num_waves": 2, "spill": 1}),
+        ("expert_cell", {"num_ranks": 1}),
+        ("expert_cell", {"num_ranks": 4, "num_waves": 2, "spill": 1}),
+        ("ragged", {"num_ranks": 1}),
+        ("ragged", {"num_ranks": 4}),
+        ("dropless", {"num_ranks": 4}),
+    ],
+)
+def test_transports_agree_in_values_and_gradients(moe, name, options, dtype, tolerance):
     with jax.enable_x64(dtype == np.float64):
-        pooled = moe.layer(num_ranks=num_ranks, num_experts=16, num_waves=num_waves, factor=30.0, dtype=dtype)
+        pooled = moe.layer(name, num_experts=16, factor=30.0, dtype=dtype, **options)
         reference = moe.regroup(pooled, "dropless", 1)
         for got, want in zip(
             jax.tree.leaves((pooled.result().output, pooled.gradients())),
@@ -82,6 +94,30 @@ def test_transports_agree_in_values_and_gradients(moe, num_ranks, num_waves, dty
             assert got.dtype == dtype
             scale = np.abs(want).max()
             np.testing.assert_allclose(moe.flat(got) / scale, moe.flat(want) / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["expert_cell", "pooled_wave"])
+def test_transports_spilled_gradients_are_those_of_the_expert_that_computed(moe, name):
+    layer = moe.layer(name, num_ranks=4, num_waves=2, top_k=3, factor=1.0, receiver_factor=1.5, skew=2.0, spill=2)
+    _, _, kept, turn = layer.expected_drops()
+    assert (kept & (turn > 0)).any()
+    assert not kept.all()
+    choice = (np.arange(3) + turn) % 3
+    dense = moe.regroup(layer, "dropless", 1)
+    used = np.take_along_axis(layer.expert_ids, choice, axis=-1).reshape(dense.expert_ids.shape)
+    dense = dataclasses.replace(dense, expert_ids=used)
+
+    def output(tokens, gates, weights):
+        weight = jnp.take_along_axis(gates, jnp.asarray(choice), axis=-1) * kept
+        return dense.run(tokens.reshape(dense.tokens.shape), weight.reshape(dense.gates.shape), weights).output
+
+    def loss(tokens, gates, weights):
+        made = output(tokens, gates, weights).reshape(tokens.shape)
+        return jnp.sum(made * jnp.cos(jnp.arange(made.size, dtype=made.dtype).reshape(made.shape)))
+
+    want = jax.jit(jax.grad(loss, (0, 1, 2)))(layer.tokens, layer.gates, dense.weights)
+    for got, expected in zip(jax.tree.leaves(layer.gradients()), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(moe.flat(got), moe.flat(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -139,6 +175,23 @@ def test_transports_leave_padding_out_of_everything(moe, name, num_ranks):
     assert int(clean.counts.tokens_valid.sum()) == valid.sum()
     assert int(clean.counts.valid.sum()) == 2 * valid.sum()
     assert not np.asarray(clean.output)[~valid].any()
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name != "dropless"])
+def test_transports_shrink_with_the_number_of_real_tokens(moe, name):
+    # Two of four tokens a rank are real and all want expert 0 of 2: its share of 4 assignments is 2 rows, not 4.
+    layer = moe.layer(
+        name,
+        num_ranks=2,
+        num_experts=2,
+        top_k=1,
+        num_tokens=4,
+        factor=1.0,
+        expert_ids=np.zeros((2, 4, 1)),
+        valid=[[True, True, False, False]] * 2,
+    )
+    moe.check(layer)
+    assert int(layer.result().kept.sum()) == 2
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

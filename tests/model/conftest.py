@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -184,7 +183,14 @@ def _narrow(leaf: np.ndarray) -> np.ndarray:
 @pytest.fixture(scope="session")
 def probe() -> Callable[[ModelConfig], Probe]:
     """`Probe` of a config, each compiled once."""
-    return cache(Probe)
+    probes: dict[str, Probe] = {}
+
+    def of(config: ModelConfig) -> Probe:
+        if config.content_hash not in probes:
+            probes[config.content_hash] = Probe(config)
+        return probes[config.content_hash]
+
+    return of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -53,7 +53,7 @@ def test_forward_through_virtual_ranks_with_room_equals_dropless(
     params, bias = _params(config), init_bias(config)
 
     def loss(params: Any, method: MoeMethod) -> tuple[jax.Array, ModelOutput]:
-        output = forward(params, bias, tokens, config=config, method=method)
+        output = forward(params, bias, jnp.asarray(tokens), config=config, method=method)
         return jnp.mean(output.logits**2), output
 
     gradient_of = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
