@@ -51,6 +51,7 @@ METRICS: Final = {
     "train/attention_logit_max": "largest attention logit over layers and heads, after scaling",
     "train/residual_rms_max": "largest root-mean-square of the residual stream over layers",
     "train/nonfinite": "gradient entries that are NaN or infinite",
+    "train/counted_tokens": "target tokens whose loss counted; where 0, train/loss is NaN and nothing was updated",
     "eval/loss": "cross-entropy on the fixed held-out set, dropless, nats per token",
     "eval/bits_per_byte": "the same in bits per UTF-8 byte of text",
     "eval/<subset>/loss": "the same on one held-out subset",

@@ -32,6 +32,7 @@ def step_metrics(figures: StepFigures) -> tuple[Values, Layers]:
         "train/param_norm": float(figures.param_norm),
         "train/learning_rate": float(figures.learning_rate),
         "train/nonfinite": float(figures.nonfinite),
+        "train/counted_tokens": float(figures.counted_tokens),
         "train/attention_logit_max": float(np.max(figures.layers.attention_logit_max)),
         "train/residual_rms_max": float(np.max(figures.layers.residual_rms)),
     }

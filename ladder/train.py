@@ -98,6 +98,19 @@ class Evaluator:
         return np.concatenate([np.asarray(part, np.float64) for part in parts])
 
 
+def refuse_total_loss(values: dict[str, float], *, step: int, transport: str) -> None:
+    """Stops a run whose experts compute nothing: its loss would stay finite and look like a poor model's.
+
+    Raises:
+        RuntimeError: every assignment of every layer was dropped.
+    """
+    if values["moe/drop_fraction"] >= 1.0:
+        raise RuntimeError(
+            f"moe/drop_fraction 1.0 at step {step}: transport {transport!r} dropped every assignment;"
+            " raise its capacity factors"
+        )
+
+
 def matmul_ceiling(size: int = CEILING_SIZE, tries: int = 5) -> float:
     """FLOPs per second of a square float32 product in this process, the best of a few tries."""
     matrix = jax.random.normal(jax.random.key(0), (size, size))
@@ -209,6 +222,7 @@ class Trainer:
         values["perf/mfu"] = self._work_per_step / seconds / self._ceiling
         self.journal.write(step, values, layers=layers)
         self._observe(step, values)
+        refuse_total_loss(values, step=step, transport=config.transport.name)
 
     _last_record: float = 0.0
 

@@ -1,9 +1,14 @@
 """From runs on disk to a forecast, and what is said of it once the hero is there."""
 
+import math
+
 import pytest
 
 from rungwise.analysis.fit import UnfitForecast
+from rungwise.analysis.optimum import Sweep, fit_optima, sweep_key
+from rungwise.ladder.home import family_folder, write_json
 from rungwise.ladder.predict import (
+    backtest_runs,
     forecast_runs,
     hero_outcome,
     load_family_runs,
@@ -72,3 +77,23 @@ def test_predict_registered_forecast_stays_when_the_hero_is_there(registered_hom
     after = load_family_runs("tiny", home=registered_home)
     assert before.registered == after.registered
     assert register_forecast(forecast_runs(after), after, home=registered_home) == forecast_runs(before).hash
+
+
+@pytest.mark.parametrize(("best", "flagged"), [(0.25, True), (1.0, False)])
+def test_predict_flags_a_rung_off_its_swept_optimum(rungs_home, best: float, flagged: bool):
+    record = load_family_runs("tiny", home=rungs_home).record("d32")
+    recipe = record.plan["learning_rate"]
+    rates = tuple(recipe * factor for factor in (0.125, 0.25, 0.5, 1.0, 2.0))
+    losses = tuple(1.9 + 0.05 * math.log(rate / (best * recipe)) ** 2 for rate in rates)
+    [optimum] = fit_optima([Sweep(values=rates, losses=losses, diverged=(False,) * 5, recipe=recipe)])
+    entry = {"at_recipe": True, "key": sweep_key(record.config), "values": rates, "losses": losses}
+    summary = {"family": "tiny", "rungs": {"d32": [{**entry, "optimum": optimum.to_dict()}]}, "laws": {}}
+    write_json(family_folder(rungs_home, "tiny") / "sweep.json", summary)
+    warnings = forecast_runs(load_family_runs("tiny", home=rungs_home)).warnings
+    assert any("the recipe of d32 costs" in warning for warning in warnings) is flagged
+
+
+def test_predict_backtest_holds_out_the_upper_rungs(rungs_home):
+    result = backtest_runs(load_family_runs("tiny", home=rungs_home))
+    assert [row["run"] for row in result.rows] == ["d80"]
+    assert result.rows[0]["inside"]

@@ -16,6 +16,7 @@ from rungwise.ladder.checkpoint import Checkpoints
 from rungwise.ladder.family import family_text
 from rungwise.ladder.home import resolve_tracking
 from rungwise.ladder.tracking import is_mirrored
+from rungwise.ladder.train import refuse_total_loss
 
 EDITS = {
     'name = "tiny"': 'name = "mini"',
@@ -163,3 +164,9 @@ def test_a_token_budget_beyond_the_corpus_is_refused_with_the_epochs(mini: Path,
     assert done.returncode == 2
     assert "epochs" in done.stderr
     assert not (home / "mini" / "runs").exists()
+
+
+def test_a_run_that_drops_every_assignment_is_stopped():
+    refuse_total_loss({"moe/drop_fraction": 0.999}, step=7, transport="pooled_wave")
+    with pytest.raises(RuntimeError, match=r"drop_fraction 1\.0 at step 7: transport 'pooled_wave' .*capacity factors"):
+        refuse_total_loss({"moe/drop_fraction": 1.0}, step=7, transport="pooled_wave")

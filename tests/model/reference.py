@@ -157,8 +157,8 @@ def routed_experts(p, token, chosen, gates, config):
     return total @ p["latent_up"] if config.latent_dim else total
 
 
-def moe(p, conv, bias, x, config, *, parts=1):
-    """The whole batch [batch, seq, hidden] → its branch and what the router did."""
+def moe(p, conv, bias, x, config, *, parts=1, routes=None):
+    """The whole batch [batch, seq, hidden] → its branch and what the router did; `routes` replaces its choice."""
     batch, seq, _ = x.shape
     logits = np.stack([[token @ p["router"] for token in sequence] for sequence in x])
     experts = np.zeros((batch, seq, config.top_k), int)
@@ -166,7 +166,7 @@ def moe(p, conv, bias, x, config, *, parts=1):
     out = np.zeros_like(x)
     for b in range(batch):
         for t in range(seq):
-            experts[b, t] = choose(logits[b, t], bias, b * seq + t, config)
+            experts[b, t] = choose(logits[b, t], bias, b * seq + t, config) if routes is None else routes[b, t]
             gates[b, t] = gates_of(logits[b, t], experts[b, t], config)
             out[b, t] = routed_experts(p, x[b, t], experts[b, t], gates[b, t], config)
             if config.num_shared_experts:
@@ -243,8 +243,8 @@ def histogram_level(margins, config, parts, bins=10_000):
     return np.array(levels)
 
 
-def forward(params, bias, tokens, config, *, parts=1):
-    """Logits [batch, seq, vocab] and the record of every layer."""
+def forward(params, bias, tokens, config, *, parts=1, routes=None):
+    """Logits [batch, seq, vocab] and the record of every layer; `routes` holds the experts of each layer."""
     x = params["embed"][tokens]
     if config.embed_norm:
         x = np.stack([gated_norm(params, "embed_norm", sequence, config) for sequence in x])
@@ -257,16 +257,17 @@ def forward(params, bias, tokens, config, *, parts=1):
         ]
         x = x + np.stack(branch)
         normed = np.stack([gated_norm(p, "moe_norm", sequence, config) for sequence in x])
-        branch, record = moe(p["moe"], conv, bias[layer], normed, config, parts=parts)
+        fixed = None if routes is None else routes[layer]
+        branch, record = moe(p["moe"], conv, bias[layer], normed, config, parts=parts, routes=fixed)
         x = x + branch
         records.append(record)
     head = params["embed"].T if config.tied_head else params["head"]
     return np.stack([gated_norm(params, "final_norm", sequence, config) @ head for sequence in x]), records
 
 
-def objective(params, bias, tokens, config, *, parts=1, weights=None):
+def objective(params, bias, tokens, config, *, parts=1, weights=None, routes=None):
     """What is minimised, and the language-model loss alone: tokens [batch, seq + 1], nats."""
-    logits, records = forward(params, bias, tokens[:, :-1], config, parts=parts)
+    logits, records = forward(params, bias, tokens[:, :-1], config, parts=parts, routes=routes)
     weights = np.ones(tokens[:, 1:].shape) if weights is None else weights
     loss = z_loss = count = 0.0
     for row, target, weight in zip(
@@ -283,7 +284,10 @@ def objective(params, bias, tokens, config, *, parts=1, weights=None):
 
 
 def slope(params, direction, step, *args, **options):
-    """Central difference of `objective` along a direction, a tree like the parameters."""
+    """Central difference of `objective` along a direction, a tree like the parameters.
+
+    Give it `routes`: where a token's choice is close, a small step changes it, and the objective jumps.
+    """
 
     def moved(sign):
         return _add(params, direction, sign * step)

@@ -90,6 +90,8 @@ def test_gradient_of_the_objective_equals_finite_differences_of_the_loop_referen
 ):
     small, rng = probe(variant), np.random.default_rng(1)
     _, _, grads = small.gradient()
+    _, _, records = _answer(small, reference)
+    options = {"parts": PARTS, "routes": [record.experts for record in records]}
     for path, gradient in _leaves(grads):
         size = np.linalg.norm(gradient)
         everywhere = rng.normal(size=gradient.shape)
@@ -97,7 +99,7 @@ def test_gradient_of_the_objective_equals_finite_differences_of_the_loop_referen
         entry[rng.integers(gradient.size)] = 1.0
         for direction in (everywhere / np.linalg.norm(everywhere), entry.reshape(gradient.shape)):
             slope = reference.slope(
-                small.params, _only(grads, path, direction), 1e-5, small.bias, small.tokens, variant, parts=PARTS
+                small.params, _only(grads, path, direction), 1e-5, small.bias, small.tokens, variant, **options
             )
             assert np.sum(gradient * direction) == pytest.approx(slope, rel=1e-5, abs=1e-7 * size + 1e-9), path
         if path != ("layers", "moe", "router") or variant.routing == "learned":
