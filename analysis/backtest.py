@@ -49,7 +49,7 @@ def backtest(
     """
     table: Any = usable_points(points)[0]
     by_surface = _ratio_varies(table)
-    rows = _held_out_surface(table, level) if by_surface else _held_out_ladder(points, table, level, floor)
+    rows = _held_out_surface(table, level, floor) if by_surface else _held_out_ladder(points, table, level, floor)
     if not rows:
         needed = MIN_ROWS + 3 if by_surface else MIN_RUNGS + 1
         raise UnfitForecast(f"{len(table)} usable runs leave none to hold out; a back-test needs {needed}")
@@ -85,7 +85,7 @@ def _held_out_ladder(points: Any, table: Any, level: float, floor: float | None)
     return found
 
 
-def _held_out_surface(table: Any, level: float) -> list[dict[str, Any]]:
+def _held_out_surface(table: Any, level: float, floor: float | None) -> list[dict[str, Any]]:
     size = "num_active_params" if "num_active_params" in table.columns else "num_params"
     ordered = table.sort_values("flops", ignore_index=True)
     flops = ordered["flops"].to_numpy(dtype=float)
@@ -93,10 +93,11 @@ def _held_out_surface(table: Any, level: float) -> list[dict[str, Any]]:
     found = []
     for edge, above in pairwise(edges):
         below, held = ordered[flops <= edge], ordered[(flops > edge) & (flops <= above)]
-        if len(below) < MIN_ROWS or held.empty:
+        if len(below) < MIN_ROWS or held.empty or (floor is not None and floor >= below["loss"].min()):
             continue
         rows = {"params": below[size], "tokens": below["tokens"], "loss": below["loss"], "flops": below["flops"]}
-        forecast = forecast_surface(rows, held[size].to_numpy(dtype=float), held["tokens"].to_numpy(dtype=float))
+        sizes, tokens = (held[name].to_numpy(dtype=float) for name in (size, "tokens"))
+        forecast = forecast_surface(rows, sizes, tokens, floor=floor)
         low, point, high = (forecast.quantile(at) for at in (0.5 - level / 2, 0.5, 0.5 + level / 2))
         top = below.iloc[-1]
         for index, row in enumerate(held.to_dict("records")):

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import pandas as pd
 
+from rungwise.analysis.rows import shared_counts
+
 MAX_RATIO_SPREAD: Final = 0.10
 """Tokens per active parameter may differ by this much before compute alone says nothing about the loss."""
 
@@ -37,7 +39,8 @@ _OUTCOME: Final = (
 )
 _SHAPE: Final = "hidden_dim num_layers num_heads num_kv_heads head_dim expert_dim latent_dim"
 _SIZE: Final = (
-    "num_params num_params_with_bias num_active_params num_active_params_with_gates num_active_params_everything"
+    "num_params num_params_with_bias num_params_without_embedding num_active_params num_active_params_with_gates "
+    "num_active_params_everything"
 )
 _COST: Final = (
     "flops flops_with_head flops_causal flops_causal_with_head flops_everything flops_everything_causal data_replicas"
@@ -49,9 +52,9 @@ def compare_conditions(table: pd.DataFrame, target: Mapping[str, Any]) -> dict[s
     """For each setting known on both sides: the rungs' range or values, the hero's value, whether it lies outside."""
     rungs = {str(key): table[key].dropna().tolist() for key in table.columns if key not in _NOT_CONDITIONS}
     hero = {key: target[key] for key in rungs if target.get(key) is not None}
-    active = "num_active_params"
-    size = active if active in table.columns and target.get(active) else "num_params"
-    if size in table.columns and "tokens" in table.columns and target.get(size) and target.get("tokens"):
+    counts = shared_counts(table.columns, target)
+    if counts and "tokens" in table.columns and target.get("tokens"):
+        size = counts[0]
         known = table[[size, "tokens"]].dropna().astype(float)
         rungs["tokens_per_active_param"] = (known["tokens"] / known[size]).tolist()
         hero["tokens_per_active_param"] = float(target["tokens"]) / float(target[size])

@@ -26,7 +26,7 @@ from rungwise.analysis.forecast_record import Forecast
 from rungwise.analysis.intervals import FloorProfile, RungMeans, mixture_quantile, profile_floors
 from rungwise.analysis.laws import PowerLaw
 from rungwise.analysis.points import target_flops, usable_points
-from rungwise.analysis.rows import odd_runs, size_column
+from rungwise.analysis.rows import odd_runs, refuse_other_size, shared_counts
 from rungwise.analysis.surface_record import NotSurface, forecast_by_surface
 from rungwise.analysis.vocabulary import canonical_json, load_json
 
@@ -53,11 +53,11 @@ def forecast_final(
 
     Args:
         points: columns run, flops, num_params, tokens, loss (those known); rung and seed tie repeats; others
-            become conditions. More columns: `rows.py`.
+            become conditions. More columns, and the other counts of parameters: `rows.py`.
         target: the same keys without the loss.
         level: probability the interval is to hold a new run's loss with.
-        floor: pins the law's floor, nats; say why in `floor_reason`. None forecasts over all floors the rungs
-            allow.
+        floor: pins the floor of every law, nats; say why in `floor_reason`. None forecasts over all floors the
+            rungs allow.
     Raises:
         ValueError: the target lies inside the ladder or is given in another count, tokens per active parameter
             differ and no law in both holds, or an input is bad.
@@ -65,17 +65,20 @@ def forecast_final(
     """
     if not 0.0 < level < 1.0:
         raise ValueError(f"level {level} must lie in (0, 1); 0.9 is usual")
+    columns = set(points.columns) if isinstance(points, pd.DataFrame) else {key for row in points for key in row}
+    counts = shared_counts(columns, target)
     table: Any
-    table, refused, merged = usable_points(points)
-    _refuse_other_count(points, target)
-    flops = target_flops(target)
+    table, refused, merged = usable_points(points, size=counts[0] if counts else None)
+    _refuse_other_count(columns, target)
+    refuse_other_size(columns, target)
+    flops = target_flops(target, size=counts[0] if counts else None)
     odd = odd_runs(table) if ratio_spread(compare_conditions(table, target)) <= MAX_RATIO_SPREAD else []
     table = table[~table["run"].astype(str).isin([item["run"] for item in odd])].reset_index(drop=True)
     rungs, noise = rung_means(table)
     _refuse_few(rungs, flops)
     conditions = compare_conditions(table, target)
-    size = size_column(table, target)
-    _refuse_inside(table, target, flops, sizes=(size, "tokens") if ratio_spread(conditions) > MAX_RATIO_SPREAD else ())
+    free = counts and ratio_spread(conditions) > MAX_RATIO_SPREAD
+    _refuse_inside(table, target, flops, sizes=(counts[0], "tokens") if free else ())
     ratio = flops / float(np.exp(rungs.log_flops[-1]))
     common: dict[str, Any] = {
         "metric": str(table["metric"].iloc[0]) if "metric" in table.columns else "loss",
@@ -95,7 +98,7 @@ def forecast_final(
     }
     if ratio_spread(conditions) > MAX_RATIO_SPREAD:
         try:
-            return forecast_by_surface(table, target, common, size=size)
+            return forecast_by_surface(table, target, common, counts=counts)
         except NotSurface as error:
             refuse_ratio(conditions, why=str(error))
     return _forecast_by_compute(table, target, rungs, common)
@@ -243,13 +246,12 @@ def law_through(rungs: RungMeans, flops: float, *, point: float, profile: FloorP
     return PowerLaw(floor, float(np.exp(level)), float(-slope))
 
 
-def _refuse_other_count(points: Any, target: Mapping[str, Any]) -> None:
+def _refuse_other_count(columns: set[str], target: Mapping[str, Any]) -> None:
     """Compute with and without the head are never compared.
 
     Raises:
         ValueError: one side states only the one count, the other only the other.
     """
-    columns = set(points.columns) if isinstance(points, pd.DataFrame) else {key for row in points for key in row}
     for mine, other in (("flops", OTHER_COUNT), (OTHER_COUNT, "flops")):
         if mine in columns and other not in columns and other in target and mine not in target:
             raise ValueError(

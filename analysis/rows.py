@@ -1,12 +1,12 @@
 """A plain table of runs, checked row by row: what is used, what is refused and why, what is a copy.
 
-Columns known here: run, loss, flops, flops_with_head, num_params, num_active_params, tokens, and, each optional,
-state, progress (share of the horizon reached), decay_complete, loss_correction and loss_error (nats), steps,
+Columns known here: run, loss, flops, flops_with_head, tokens, the counts of parameters of `SIZE_COUNTS`, and, each
+optional, state, progress (share of the horizon reached), decay_complete, loss_correction and loss_error (nats), steps,
 tokens_per_step, config_hash, seed. Any other column is a condition (`conditions.py`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,13 @@ ODD_SHARE: Final = (0.02, 0.05)
 """A run is odd when it lies this share of the loss off the law of the others (within their range; at its ends) and
 `ODD_SPREADS` of their spreads."""
 MIN_FOR_ODD: Final = 6
+SIZE_COUNTS: Final = (
+    ("num_active_params", "num_active_params_everything"),
+    ("num_params", "num_params_without_embedding"),
+)
+"""Counts of parameters, each pair once with and once without embedding and head: of what one token uses (without,
+everything) and of the whole model (everything, without). A fit is in one count; the first pair shared is used."""
+_SIZES: Final = ("num_active_params", "num_params", "num_params_without_embedding", "num_active_params_everything")
 _READERS: Final = {".csv": pd.read_csv, ".parquet": pd.read_parquet, ".pq": pd.read_parquet}
 
 
@@ -58,12 +65,14 @@ def load_points(source: str | Path | pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def usable_points(points: Any) -> tuple[pd.DataFrame, list[dict[str, str]], list[dict[str, str]]]:
+def usable_points(
+    points: Any, *, size: str | None = None
+) -> tuple[pd.DataFrame, list[dict[str, str]], list[dict[str, str]]]:
     """Checked rows of a plain table: (usable, refused with reasons, merged copies).
 
     Copies are rows of one config hash and seed, or without hashes rows whose compute, loss and seed are
-    equal. Without a flops column, flops = 6 * (active) parameters * tokens. A correction in the table is added to the
-    loss, its error stays beside it.
+    equal. Without a flops column, flops = 6 * parameters * tokens, parameters counted as `size` says, else active where
+    known. A correction in the table is added to the loss, its error stays beside it.
 
     Raises:
         ValueError: no loss column, no compute, or columns whose units cannot be right.
@@ -76,7 +85,7 @@ def usable_points(points: Any) -> tuple[pd.DataFrame, list[dict[str, str]], list
     if "run" not in table.columns:
         table["run"] = [f"row {index}" for index in range(len(table))]
     table["loss"] = _numbers(table["loss"])
-    table["flops"] = _numbers(table["flops"]) if "flops" in table.columns else _flops_of(table)
+    table["flops"] = _numbers(table["flops"]) if "flops" in table.columns else _flops_of(table, size)
     kept, seen = [], {}
     for index, row in enumerate(table.to_dict("records")):
         name, reason = str(row["run"]), _row_refusal(row)
@@ -135,24 +144,47 @@ def _miss_of(index: int, flops: np.ndarray, loss: np.ndarray) -> float:
     return miss if abs(miss) > limit else 0.0
 
 
-def target_flops(target: Mapping[str, Any]) -> float:
-    """Training compute of the target, from its own record or 6 * (active) parameters * tokens.
+def target_flops(target: Mapping[str, Any], *, size: str | None = None) -> float:
+    """Training compute of the target, from its own record or 6 * parameters * tokens, as in `usable_points`.
 
     Raises:
         ValueError: neither is known, or the value is not positive.
     """
     flops = target.get("flops")
     if flops is None:
-        flops = _flops_of(pd.DataFrame([dict(target)])).iloc[0]
+        flops = _flops_of(pd.DataFrame([dict(target)]), size).iloc[0]
     if not math.isfinite(float(flops)) or float(flops) <= 0:
         raise ValueError(f"target flops {flops} must be positive; give 'flops', or 'num_params' and 'tokens'")
     return float(flops)
 
 
-def size_column(table: pd.DataFrame, target: Mapping[str, Any]) -> str:
-    """The count of parameters both sides have: active where known, else all."""
-    active = "num_active_params"
-    return active if active in table.columns and target.get(active) else "num_params"
+def shared_counts(columns: Iterable[str], target: Mapping[str, Any]) -> tuple[str, ...]:
+    """The counts of parameters, one or two of one pair, that the points' columns and the target both state.
+
+    >>> shared_counts(["num_params", "num_params_without_embedding"], {"num_params": 7e9})
+    ('num_params',)
+    """
+    known = set(columns) & stated_counts(target)
+    return next((found for pair in SIZE_COUNTS if (found := tuple(name for name in pair if name in known))), ())
+
+
+def stated_counts(target: Mapping[str, Any]) -> set[str]:
+    """The counts of parameters a target states."""
+    return {name for name in _SIZES if not math.isnan(number := _number(target.get(name))) and number != 0}
+
+
+def refuse_other_size(columns: Iterable[str], target: Mapping[str, Any]) -> None:
+    """Parameters in different counts are never compared.
+
+    Raises:
+        ValueError: points and target both state parameters, and no count in common.
+    """
+    points, wanted = [name for name in _SIZES if name in set(columns)], stated_counts(target)
+    if points and wanted and not wanted & set(points):
+        raise ValueError(
+            f"the target's parameters are counted as {' and '.join(sorted(wanted))}, the points' as "
+            f"{' and '.join(points)}; give both in the same count, or both counts"
+        )
 
 
 def _row_refusal(row: Mapping[str, Any]) -> str | None:
@@ -188,7 +220,7 @@ def _refuse_units(table: Any) -> None:
     Raises:
         ValueError: an empty or constant column of sizes, or tokens that look like steps.
     """
-    sizes = [key for key in ("num_active_params", "num_params") if key in table.columns]
+    sizes = [key for key in _SIZES if key in table.columns]
     for key in [*sizes, "tokens"] if len(table) else []:
         if key in table.columns and not np.isfinite(_numbers(table[key])).any():
             raise ValueError(
@@ -228,8 +260,8 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _flops_of(table: Any) -> Any:
-    size = "num_active_params" if "num_active_params" in table.columns else "num_params"
+def _flops_of(table: Any, size: str | None) -> Any:
+    size = size or next((name for name in _SIZES if name in table.columns), "num_params")
     if size not in table.columns or "tokens" not in table.columns:
         raise ValueError("points have no 'flops', nor 'num_params' and 'tokens' to derive it from; add a column")
     return 6.0 * _numbers(table[size]) * _numbers(table["tokens"])

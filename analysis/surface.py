@@ -2,12 +2,13 @@
 
 Each law of `MEMBERS` is fitted with its priors (`surface_fit.py`) and carries its discrepancy (`discrepancy.py`). Laws
 are weighted by one over their error on the largest third of the rows, forecast from the rest; the forecast is the
-weighted mean of log loss, and its variance the mean of theirs plus the spread between them. How the members and
-constants were chosen, on training rows alone: docs/decisions/forecast-default.md.
+weighted mean of log loss, and its variance the mean of theirs plus the spread between them. A pinned floor is every
+law's, with and without priors. How the members and constants were chosen, on training rows alone:
+docs/decisions/forecast-default.md.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,6 +39,8 @@ ROBUST: Final = 1.345
 MIN_SPREAD: Final = 5e-4
 HELD_OUT_SHARE: Final = 1 / 3
 _FLAT: Final = 100.0
+_POOLED: Final = 20_001
+"""Quantiles of each forecast that a mixture is read from: probabilities to 5e-5."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +87,40 @@ class SurfaceForecast:
     form_scale: Array
     """Standard deviation of an unseen law about the mean of these, from the spread between them."""
 
-    def quantile(self, probability: float) -> Array:
-        """Loss, nats per token, (t,): normal under one law, Student t with (laws - 1) degrees between laws."""
-        within = special.ndtri(probability) * self.scale
-        between = special.stdtrit(len(self.laws) - 1, probability) * self.form_scale
-        return np.exp(self.location + np.sign(probability - 0.5) * np.hypot(within, between))
+    def quantile(self, probability: ArrayLike) -> Array:
+        """Loss, nats per token, (..., t): normal under one law, Student t with (laws - 1) degrees between laws."""
+        at = np.asarray(probability, dtype=float)[..., None]
+        within = special.ndtri(at) * self.scale
+        between = special.stdtrit(len(self.laws) - 1, at) * self.form_scale
+        return np.exp(self.location + np.sign(at - 0.5) * np.hypot(within, between))
+
+
+def mixture_quantile(forecasts: Sequence[SurfaceForecast], probability: float) -> Array:
+    """Loss, nats per token, (t,), of the mixture of several forecasts, each counting alike.
+
+    For forecasts of the same runs in two counts of parameters: what they disagree by is part of the interval.
+    """
+    if len(forecasts) == 1:
+        return forecasts[0].quantile(probability)
+    steps = (np.arange(_POOLED) + 0.5) / _POOLED
+    return np.quantile(np.concatenate([found.quantile(steps) for found in forecasts]), probability, axis=0)
 
 
 def forecast_surface(
-    rows: Mapping[str, ArrayLike], params: ArrayLike, tokens: ArrayLike, *, loss_error: ArrayLike = 0.0
+    rows: Mapping[str, ArrayLike],
+    params: ArrayLike,
+    tokens: ArrayLike,
+    *,
+    loss_error: ArrayLike = 0.0,
+    floor: float | None = None,
 ) -> SurfaceForecast:
     """Forecast new runs at `params` and `tokens` (t,) from `rows`: params, tokens, loss and optionally flops (n,).
 
+    Args:
+        loss_error: relative error of the losses that no scatter shows.
+        floor: pins the floor of every law, nats; None leaves it to the rows and its prior.
     Raises:
-        ValueError: bad values, or sizes and tokens on one line.
+        ValueError: bad values, a floor not below the lowest loss, or sizes and tokens on one line.
         UnfitForecast: fewer than `MIN_ROWS` rows.
     """
     table = {key: np.asarray(rows[key], dtype=float) for key in ("params", "tokens", "loss")}
@@ -105,8 +128,8 @@ def forecast_surface(
         raise UnfitForecast(f"{count} runs cannot carry a law in parameters and tokens; give at least {MIN_ROWS}")
     flops = np.asarray(rows.get("flops", 6.0 * table["params"] * table["tokens"]), dtype=float)
     targets = np.atleast_1d(np.asarray(params, dtype=float)), np.atleast_1d(np.asarray(tokens, dtype=float))
-    laws = forecast_members(table, targets)
-    errors = held_out_errors(table, flops)
+    laws = forecast_members(table, targets, floor=floor)
+    errors = held_out_errors(table, flops, floor=floor)
     weights = 1.0 / (errors + 1e-4)
     weights /= weights.sum()
     places = np.array([law.location for law in laws])
@@ -125,7 +148,7 @@ def forecast_surface(
     )
 
 
-def held_out_errors(table: Mapping[str, Array], flops: Array) -> Array:
+def held_out_errors(table: Mapping[str, Array], flops: Array, *, floor: float | None = None) -> Array:
     """Mean absolute log error of each member on the rows of most compute, forecast from the others.
 
     All nan-free: where the lower rows cannot carry a law every member counts alike.
@@ -134,7 +157,7 @@ def held_out_errors(table: Mapping[str, Array], flops: Array) -> Array:
     below = {key: column[lower] for key, column in table.items()}
     above = {key: column[~lower] for key, column in table.items()}
     try:
-        found = forecast_members(below, (above["params"], above["tokens"]))
+        found = forecast_members(below, (above["params"], above["tokens"]), floor=floor)
     except ValueError:
         return np.ones(len(MEMBERS))
     return np.array([np.mean(np.abs(item.location - np.log(above["loss"]))) for item in found])
@@ -150,22 +173,29 @@ def lower_rows(flops: Array) -> NDArray[np.bool_]:
     return lower
 
 
-def forecast_members(table: Mapping[str, Array], targets: tuple[Array, Array]) -> list[MemberForecast]:
+def forecast_members(
+    table: Mapping[str, Array], targets: tuple[Array, Array], *, floor: float | None = None
+) -> list[MemberForecast]:
     """Every law of `MEMBERS` fitted and predicted at the targets, from one plain fit and its spread."""
-    plain = fit_surface(table["params"], table["tokens"], table["loss"])
+    plain = fit_surface(table["params"], table["tokens"], table["loss"], floor=floor)
     spread = robust_spread(plain)
-    return [_forecast_member(member, table, targets, plain, spread) for member in MEMBERS]
+    return [_forecast_member(member, table, targets, plain, spread, floor) for member in MEMBERS]
 
 
 def robust_spread(plain: SurfaceFit) -> float:
     """Spread of log loss about the plain robust fit: 1.4826 * median |residual|, for the constants spent."""
     count = len(plain.residuals)
-    inflate = math.sqrt(count / max(count - LAWS[plain.form].num_parameters, 1))
+    inflate = math.sqrt(count / max(plain.degrees_of_freedom, 1))
     return max(1.4826 * float(np.median(np.abs(plain.residuals))) * inflate, MIN_SPREAD)
 
 
 def _forecast_member(
-    member: Member, table: Mapping[str, Array], targets: tuple[Array, Array], plain: SurfaceFit, spread: float
+    member: Member,
+    table: Mapping[str, Array],
+    targets: tuple[Array, Array],
+    plain: SurfaceFit,
+    spread: float,
+    floor: float | None,
 ) -> MemberForecast:
     rows = surface_rows(table["params"], table["tokens"], table["loss"])
     log_params, log_tokens = rows.place(*targets)
@@ -173,13 +203,14 @@ def _forecast_member(
     if not member.regular:
         value = evaluate(plain.theta[None], log_params, log_tokens, shared=shared)[0][0]
         return MemberForecast(member=member, fit=plain, location=np.log(value), scale=None)
-    penalty = priors(rows, member, spread)
+    penalty = priors(rows, member, spread, pinned=floor is not None)
+    delta = ROBUST * spread
     fit = fit_surface(
-        table["params"], table["tokens"], table["loss"], form=member.form, delta=ROBUST * spread, penalty=penalty
+        table["params"], table["tokens"], table["loss"], form=member.form, delta=delta, penalty=penalty, floor=floor
     )
     value, jacobian = evaluate(fit.theta[None], rows.log_params, rows.log_tokens, shared=shared)
     value_out, jacobian_out = evaluate(fit.theta[None], log_params, log_tokens, shared=shared)
-    free = _free(member.form)
+    free = _free(member.form, pinned=floor is not None)
     residuals = np.log(rows.loss) - np.log(value[0])
     centre, covariance = _prior_about(penalty, fit.theta, free, spread)
     law = Linearised(
@@ -196,8 +227,11 @@ def _forecast_member(
     return MemberForecast(member=member, fit=fit, location=np.log(value_out[0]) + mean, scale=scale)
 
 
-def priors(rows: SurfaceRows, member: Member, spread: float) -> Penalty:
-    """Priors as penalties in units of the objective, which is in squared log loss: widths times the spread."""
+def priors(rows: SurfaceRows, member: Member, spread: float, *, pinned: bool = False) -> Penalty:
+    """Priors as penalties in units of the objective, which is in squared log loss: widths times the spread.
+
+    A pinned floor needs none of its own.
+    """
     lowest = float(rows.loss.min())
     shared, outer = LAWS[member.form].shared_exponent, LAWS[member.form].outer_free
     entries = [
@@ -205,7 +239,7 @@ def priors(rows: SurfaceRows, member: Member, spread: float) -> Penalty:
         *([] if shared else [([0, 0, 0, 0, 1, 0], EXPONENT_PRIOR[0], EXPONENT_PRIOR[1])]),
         *([] if shared else [([0, 0, 1, 0, -1, 0], 0.0, EXPONENT_GAP)]),
         *([([0, 0, 0, 0, 0, 1], 0.0, OUTER_PRIOR)] if outer else []),
-        ([1, 0, 0, 0, 0, 0], FLOOR_PRIOR[0] * lowest, FLOOR_PRIOR[1] * lowest),
+        *([] if pinned else [([1, 0, 0, 0, 0, 0], FLOOR_PRIOR[0] * lowest, FLOOR_PRIOR[1] * lowest)]),
     ]
     coefficients, centre, width = (np.array(column, dtype=float) for column in zip(*entries, strict=True))
     return Penalty(rows=coefficients, centre=centre, width=width / spread)
@@ -221,6 +255,6 @@ def _prior_about(penalty: Penalty, theta: Array, free: NDArray[np.intp], spread:
     return covariance @ (rows.T @ pull), covariance
 
 
-def _free(form: str) -> NDArray[np.intp]:
+def _free(form: str, *, pinned: bool) -> NDArray[np.intp]:
     shared, outer = LAWS[form].shared_exponent, LAWS[form].outer_free
-    return np.array([0, 1, 2, 3, *([] if shared else [4]), *([5] if outer else [])])
+    return np.array([*([] if pinned else [0]), 1, 2, 3, *([] if shared else [4]), *([5] if outer else [])])

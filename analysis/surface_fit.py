@@ -1,7 +1,8 @@
 """Fit a law in parameters and tokens: starts by variable projection, all descended together, judged afterwards.
 
 For given exponents the floor and both amplitudes are linear, so a grid of exponents is projected at once (non-negative
-least squares over the eight sets of columns that may be active) and its best points are the starts. What a fit means
+least squares over the sets of columns that may be active) and its best points are the starts. A pinned floor leaves
+the projection: it is taken off the losses, and the amplitudes are solved for what remains. What a fit means
 for a run beyond its rows is `surface.py`; a law in compute alone is `fit.py`; resampled fits are `bootstrap.py`.
 """
 
@@ -115,12 +116,11 @@ def fit_surface(
     if form not in (known := [name for name, row in LAWS.items() if row.surface]):
         raise ValueError(f"form {form!r} is no law in parameters and tokens; use one of {', '.join(known)}")
     rows = surface_rows(params, tokens, loss)
-    if rows.loss.size < LAWS[form].num_parameters:
-        raise UnfitForecast(
-            f"{rows.loss.size} rows cannot fix the {LAWS[form].num_parameters} constants of {LAWS[form].formula}"
-        )
+    constants = LAWS[form].num_parameters - int(floor is not None and LAWS[form].floor is None)
+    if rows.loss.size < constants:
+        raise UnfitForecast(f"{rows.loss.size} rows cannot fix the {constants} constants of {LAWS[form].formula}")
     problem = surface_problem(rows, form=form, delta=delta, scale=scale, weights=weights, penalty=penalty, floor=floor)
-    return _record(rows, form, problem, descend(problem, _starts(rows, form)))
+    return _record(rows, form, problem, descend(problem, _starts(rows, form, floor)))
 
 
 def surface_rows(params: ArrayLike, tokens: ArrayLike, loss: ArrayLike) -> SurfaceRows:
@@ -227,40 +227,48 @@ def law_at(theta: Array, rows: SurfaceRows, form: str) -> SurfaceLaw:
     return SurfaceLaw(floor, size, alpha, math.exp(token_level + beta * rows.centre[1]), beta, math.exp(log_outer))
 
 
-def _starts(rows: SurfaceRows, form: str) -> Array:
+def _starts(rows: SurfaceRows, form: str, floor: float | None) -> Array:
     """The best points of a grid of exponents, the linear constants of each solved under their signs."""
     grid = np.geomspace(0.05, 1.2, _GRID)
     pairs = np.array([(a, b) for a in grid for b in grid]).T
     if LAWS[form].shared_exponent:
         pairs = np.tile(np.geomspace(0.03, 1.5, 4 * _GRID), (2, 1))
-    linear, misfit = _project(rows, pairs, floorless=LAWS[form].floor == 0.0)
+    pinned = LAWS[form].floor if floor is None else floor
+    linear, misfit = project(rows, pairs, pinned)
     order = np.argsort(misfit)[:_NUM_STARTS]
-    floor = np.minimum(linear[order, 0], 0.95 * rows.loss.min())
+    floors = linear[order, 0] if pinned is not None else np.minimum(linear[order, 0], 0.95 * rows.loss.min())
     levels = np.log(np.maximum(linear[order, 1:], 1e-9))
-    columns = (floor, levels[:, 0], pairs[0, order], levels[:, 1], pairs[1, order], np.zeros(order.size))
+    columns = (floors, levels[:, 0], pairs[0, order], levels[:, 1], pairs[1, order], np.zeros(order.size))
     return np.stack(columns, axis=1)
 
 
-def _project(rows: SurfaceRows, pairs: Array, *, floorless: bool) -> tuple[Array, Array]:
-    """Non-negative (floor, A, B) (g, 3) of least relative squares for each pair of exponents, and the squares (g,)."""
+def project(rows: SurfaceRows, pairs: Array, floor: float | None) -> tuple[Array, Array]:
+    """Non-negative (floor, A, B) (g, 3) of least relative squares for each pair of exponents, and the squares (g,).
+
+    A `floor` given is kept: Σ ((A * N^-alpha + B * D^-beta - (L - E)) / L)^2 is least over A and B alone.
+    """
     size = np.exp(-pairs[0][:, None] * rows.log_params)
     data = np.exp(-pairs[1][:, None] * rows.log_tokens)
-    columns = np.stack([np.full_like(size, 0.0 if floorless else 1.0), size, data], axis=1) / rows.loss
-    gram, right = np.einsum("gin,gjn->gij", columns, columns), columns.sum(axis=2)
-    best, squares = np.zeros((pairs.shape[1], 3)), np.full(pairs.shape[1], float(rows.loss.size))
+    columns = np.stack([np.full_like(size, 1.0 if floor is None else 0.0), size, data], axis=1) / rows.loss
+    remaining = 1.0 - (floor or 0.0) / rows.loss
+    gram, right = np.einsum("gin,gjn->gij", columns, columns), (columns * remaining).sum(axis=2)
+    whole = float(np.sum(remaining**2))
+    best, squares = np.zeros((pairs.shape[1], 3)), np.full(pairs.shape[1], whole)
     for active in _ACTIVE_SETS:
-        if floorless and 0 in active:
+        if floor is not None and 0 in active:
             continue
         chosen = list(active)
         matrix = gram[:, chosen][:, :, chosen]
         ridge = 1e-12 * np.einsum("gii->gi", matrix).max(axis=1)[:, None, None] * np.eye(len(chosen))
         solved = np.linalg.solve(matrix + ridge, right[:, chosen][..., None])[..., 0]
-        value = rows.loss.size - np.sum(solved * right[:, chosen], axis=1)
+        value = whole - np.sum(solved * right[:, chosen], axis=1)
         better = np.all(solved >= 0, axis=1) & (value < squares)
         squares = np.where(better, value, squares)
         full = np.zeros_like(best)
         full[:, chosen] = solved
         best = np.where(better[:, None], full, best)
+    if floor is not None:
+        best[:, 0] = floor
     return best, squares
 
 

@@ -227,34 +227,3 @@ def demo_table(result: Mapping[str, Any]) -> RenderableType:
     table.add_row("report", escape(result["report"]))
     table.add_row("the runs in MLflow", escape(result["mlflow_ui"]))
     return table
-
-
-def bench_table(result: Mapping[str, Any]) -> RenderableType:
-    """What `ladder bench` measured: the ceiling, the training steps against it, the parts of a step."""
-    title = f"bench: jax {result['jax']} on {result['devices']}"
-    ceiling = f"matrix-product ceiling, float32: [bold]{result['matmul_ceiling_gflops']:,.1f}[/] GFLOP/s"
-    columns = ("", "ms", "tokens/s", "share of the ceiling", "in the best step")
-    steps = build_table("training step, median", *columns)
-    for name, figures in result["steps"].items():
-        steps.add_row(
-            name,
-            f"{figures['step_ms']:,.1f}",
-            f"{figures['tokens_per_second']:,.0f}",
-            percent(figures["share_of_ceiling"]),
-            percent(figures["share_of_ceiling_best_step"]),
-        )
-    overhead = result["tracking_and_watch"]
-    recorded = (
-        f"recording and judging a step: {overhead['record_and_judge_ms']:.2f} ms,"
-        f" {percent(overhead['share_of_step'])} of the tiny hero's"
-    )
-    compiled = build_table("compiling the training step, smallest rung of tiny", "layers", "seconds", "operations")
-    for depth, figures in result["compile"].items():
-        compiled.add_row(depth, f"{figures['compile_seconds']:.1f}", f"{figures['operations']:,.0f}")
-    shapes = result["parts_ms"]
-    note = "Each compiled alone: within a step the compiler joins them."
-    parts = build_table("parts of a layer and of a step, forward and backward, ms", "", *shapes, caption=note)
-    for name in dict.fromkeys(name for figures in shapes.values() for name in figures):
-        cells = (figures.get(name) for figures in shapes.values())
-        parts.add_row(name, *("–" if value is None else f"{value:.2f}" for value in cells))
-    return Group(f"[bold]{title}[/]", ceiling, "", steps, recorded, "", compiled, "", parts)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import gc
 import os
 import shutil
 import signal
@@ -36,6 +37,21 @@ settings.load_profile("rungwise")
 
 _ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 _skipped = pytest.StashKey[list[str]]()
+
+
+_MAPPED_REGIONS = Path("/proc/self/maps")
+_MANY_REGIONS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory_maps() -> Iterator[None]:
+    """Forgets compiled programs before their mapped regions reach Linux's limit of 65,530, where a process crashes."""
+    yield
+    if (jax := sys.modules.get("jax")) is None or not _MAPPED_REGIONS.exists():
+        return
+    if _MAPPED_REGIONS.read_bytes().count(b"\n") > _MANY_REGIONS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import optimize
 
 from rungwise.analysis.descent import Problem, descend, huber
 from rungwise.analysis.fit import FitStatus, UnfitForecast
 from rungwise.analysis.laws import SurfaceLaw
-from rungwise.analysis.surface_fit import fit_surface
+from rungwise.analysis.surface_fit import fit_surface, project, surface_rows
 
 HOFFMANN = SurfaceLaw(1.69, 406.4, 0.34, 410.7, 0.28)
 GADRE = Path(__file__).parents[1] / "data" / "final_loss" / "gadre.csv"
@@ -126,6 +127,46 @@ def test_pinned_floor_stays():
     fit = fit_surface(params, tokens, HOFFMANN.value(params, tokens), floor=1.5)
     assert fit.law.floor == 1.5
     assert "floor" not in fit.errors
+
+
+def test_pinned_floor_fits_as_well_as_any_other_constants():
+    """Against a search over both exponents with amplitudes by non-negative least squares of relative residuals."""
+    params, tokens = grid(8, 5)
+    loss = HOFFMANN.value(params, tokens) * np.exp(0.003 * np.random.default_rng(4).standard_normal(params.size))
+    for floor in (0.0, 1.3, 1.9):
+
+        def squares(exponents: np.ndarray, floor: float = floor) -> float:
+            columns = np.stack([(params / 1e9) ** -exponents[0], (tokens / 1e10) ** -exponents[1]], axis=1)
+            return float(optimize.nnls(columns / loss[:, None], 1.0 - floor / loss)[1] ** 2)
+
+        best = min(optimize.minimize(squares, start, method="Nelder-Mead").fun for start in ([0.1, 0.1], [0.4, 0.4]))
+        fit = fit_surface(params, tokens, loss, floor=floor, delta=math.inf)
+        assert fit.law.floor == floor
+        assert fit.num_starts_agreeing == fit.num_starts
+        relative = np.asarray(fit.law.value(params, tokens)) / loss - 1.0
+        assert float(relative @ relative) < 1.02 * best
+        assert fit.degrees_of_freedom == params.size - 4
+
+
+def test_pinned_floor_is_projected_out_of_the_starts():
+    """Where the exponents are right and the floor is the true one, amplitudes solved for it need no descent."""
+    params, tokens = grid(8, 5)
+    rows = surface_rows(params, tokens, HOFFMANN.value(params, tokens))
+    linear, misfit = project(rows, np.array([[0.34, 0.34], [0.28, 0.30]]), 1.69)
+    found = SurfaceLaw(1.69, linear[0, 1] * np.exp(0.34 * rows.centre[0]), 0.34,
+                       linear[0, 2] * np.exp(0.28 * rows.centre[1]), 0.28)  # fmt: skip
+    np.testing.assert_allclose(linear[:, 0], 1.69)
+    np.testing.assert_allclose((found.size_amplitude, found.token_amplitude), (406.4, 410.7), rtol=1e-6)
+    assert misfit[0] < 1e-10 < misfit[1]
+
+
+def test_pinned_floor_needs_one_row_less():
+    params, tokens = np.array([1e8, 1e9, 1e8, 1e9]), np.array([1e9, 2e10, 4e10, 3e9])
+    loss = HOFFMANN.value(params, tokens)
+    with pytest.raises(UnfitForecast, match="4 rows cannot fix the 5 constants"):
+        fit_surface(params, tokens, loss)
+    fit = fit_surface(params, tokens, loss, floor=1.69)
+    assert float(fit.law.value(1e10, 2e11)) == pytest.approx(float(HOFFMANN.value(1e10, 2e11)), rel=1e-3)
 
 
 def test_descent_is_of_the_sum_whatever_its_size():

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from rungwise.ladder.bench import bench_parts, on_one_rank
+from rungwise.ladder.bench_table import steps_table
 from rungwise.ladder.family import load_family
-from rungwise.ladder.tables import bench_table
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_bench_tables_show_every_figure():
     }
     console = Console(width=100)
     with console.capture() as capture:
-        console.print(bench_table(result))
+        console.print(steps_table(result))
     shown = capture.get()
     figures = (
         "jax 0.0 on 1 × cpu",
