@@ -32,6 +32,10 @@ for _name, _value in _ENVIRONMENT.items():
 for _name in ("RUNGWISE_HOME", "MLFLOW_TRACKING_URI"):
     os.environ.pop(_name, None)
 
+# A shell that starts the tests in the background has interrupts ignored, and children would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("rungwise", deadline=None, derandomize=True)
 settings.load_profile("rungwise")
 

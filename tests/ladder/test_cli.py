@@ -204,4 +204,7 @@ def test_cli_interrupt_is_code_130(rungs_home):
         assert "waiting" in child.stderr.readline()
         time.sleep(0.2)
         child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=30) == 130
+        try:
+            assert child.wait(timeout=30) == 130
+        finally:
+            child.kill()  # else leaving the block waits for a child that did not listen
