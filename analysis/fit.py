@@ -5,6 +5,7 @@ all starts descend together by damped Gauss-Newton on the Huber objective. Conve
 gradient and by how many starts agree. What the constants mean for a new run is `intervals.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -116,6 +117,25 @@ def fit_law(
     return problem.record(form, descend(problem.descent, problem.starts()))
 
 
+def bounds_hit(theta: Array, problem: Problem, names: Sequence[str]) -> tuple[str, ...]:
+    """Names of the free constants that lie on a bound."""
+    touching = ((theta <= problem.lower + 1e-9) | (theta >= problem.upper - 1e-9)) & problem.free
+    return tuple(name for name, hit in zip(names, touching, strict=True) if hit)
+
+
+def status_of(found: Descent, *, at_bound: tuple[str, ...], degrees: int, otherwise: FitStatus) -> FitStatus:
+    """What to say first of the best start: the gravest of what holds, `otherwise` where nothing does.
+
+    Args:
+        degrees: of freedom that the constants leave.
+    """
+    if found.remaining[found.best] > STILL_FALLING and found.objective[found.best] > 1e-20:
+        return FitStatus.NOT_CONVERGED
+    if at_bound:
+        return FitStatus.AT_BOUND
+    return FitStatus.EXACT if degrees <= 0 else otherwise
+
+
 def starts_agreeing(objective: Array) -> int:
     """How many starts ended at the lowest objective, within a millionth of it."""
     return int(np.sum(objective <= objective.min() * (1 + 1e-6) + 1e-12))
@@ -175,21 +195,13 @@ class _PowerProblem:
         theta = found.theta[best]
         residuals = self.residuals(found.theta[best : best + 1])[0][0]
         floor, log_amplitude, exponent = (float(value) for value in theta)
-        names = ("floor", "amplitude", "exponent")
-        touching = (theta <= self.descent.lower + 1e-9) | (theta >= self.descent.upper - 1e-9)
-        at_bound = tuple(name for name, hit in zip(names, touching & self.descent.free, strict=True) if hit)
+        at_bound = bounds_hit(theta, self.descent, ("floor", "amplitude", "exponent"))
         degrees = len(residuals) - int(self.descent.free.sum())
         floor_error = self._floor_error(found.theta[best : best + 1], degrees)
         lowest = float(np.exp(self.log_loss.min()))
         weak = self.pinned is None and (floor_error is None or floor_error > WEAK_FLOOR_ERROR * lowest)
-        if found.remaining[best] > STILL_FALLING and found.objective[best] > 1e-20:
-            status = FitStatus.NOT_CONVERGED
-        elif at_bound:
-            status = FitStatus.AT_BOUND
-        elif degrees <= 0:
-            status = FitStatus.EXACT
-        else:
-            status = FitStatus.WEAK if weak else FitStatus.CONVERGED
+        otherwise = FitStatus.WEAK if weak else FitStatus.CONVERGED
+        status = status_of(found, at_bound=at_bound, degrees=degrees, otherwise=otherwise)
         return Fit(
             form=form,
             law=PowerLaw(floor, float(np.exp(log_amplitude + exponent * self.centre)), exponent),

@@ -30,8 +30,6 @@ LEAST_NOISE: Final = 5e-4
 DEGREES: Final = 2.0
 """Of the registered band's Student t: a ladder of four holds out two rungs."""
 POINTS: Final = 60
-FEW: Final = 500
-"""Rows; above it noise is what one row differs from the next by."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,7 +16,6 @@ from rungwise.analysis.optimum import OptimumStatus
 
 SAME: Final = 1.1
 """Sizes within this factor are one size: whole steps round tokens by a few percent."""
-TERMS: Final = ("hidden_dim", "tokens_per_step", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

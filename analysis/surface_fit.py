@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rungwise.analysis.descent import NO_PENALTY, Descent, Penalty, Problem, descend
-from rungwise.analysis.fit import STILL_FALLING, FitStatus, UnfitForecast, starts_agreeing
+from rungwise.analysis.fit import FitStatus, UnfitForecast, bounds_hit, starts_agreeing, status_of
 from rungwise.analysis.laws import LAWS, SurfaceLaw
 
 Array = NDArray[np.float64]
@@ -276,22 +276,15 @@ def _record(rows: SurfaceRows, form: str, problem: Problem, found: Descent) -> S
     best = found.best
     theta = found.theta[best]
     residuals = problem.residuals(theta[None])[0][0]
-    touching = ((theta <= problem.lower + 1e-9) | (theta >= problem.upper - 1e-9)) & problem.free
-    at_bound = tuple(name for name, hit in zip(NAMES, touching, strict=True) if hit)
+    at_bound = bounds_hit(theta, problem, NAMES)
     degrees = rows.loss.size - int(problem.free.sum())
     errors, condition = _errors(problem, found, residuals, degrees)
     law = law_at(theta, rows, form)
     limits = {"floor": WEAK_SHARE * float(rows.loss.min())}
     limits |= {name: WEAK_SHARE * getattr(law, name) for name in ("size_exponent", "token_exponent")}
     weak = tuple(name for name, limit in limits.items() if errors.get(name, 0.0) > limit)
-    if found.remaining[best] > STILL_FALLING and found.objective[best] > 1e-20:
-        status = FitStatus.NOT_CONVERGED
-    elif at_bound:
-        status = FitStatus.AT_BOUND
-    elif degrees <= 0:
-        status = FitStatus.EXACT
-    else:
-        status = FitStatus.WEAK_SURFACE if weak else FitStatus.CONVERGED
+    otherwise = FitStatus.WEAK_SURFACE if weak else FitStatus.CONVERGED
+    status = status_of(found, at_bound=at_bound, degrees=degrees, otherwise=otherwise)
     return SurfaceFit(
         form=form,
         law=law,

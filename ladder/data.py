@@ -37,16 +37,21 @@ def load_data(config: RunConfig, cache: Path) -> RunData:
         ValueError: the corpus is empty, or shorter than the token budget allows.
     """
     tokens = load_tokens(config, cache)
-    batches = Batches(
+    batches = make_batches(config, tokens)
+    batches.check_budget(config.steps)
+    held_out = held_out_windows(tokens, seq_len=config.model.seq_len, count=config.evaluation.num_sequences)
+    return RunData(batches, held_out, tokens.corpus_hash)
+
+
+def make_batches(config: RunConfig, tokens: Tokens) -> Batches:
+    """Training batches of a run, in its own order."""
+    return Batches(
         tokens,
         seq_len=config.model.seq_len,
         batch_size=config.batch_size,
         seed=config.seed,
         max_epochs=config.data.max_epochs,
     )
-    batches.check_budget(config.steps)
-    held_out = held_out_windows(tokens, seq_len=config.model.seq_len, count=config.evaluation.num_sequences)
-    return RunData(batches, held_out, tokens.corpus_hash)
 
 
 def check_budgets(runs: Iterable[RunConfig], cache: Path) -> None:

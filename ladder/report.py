@@ -226,15 +226,14 @@ def _fit_section(forecast: Forecast, outcome: Outcome | None) -> Section:
 
 def _evidence_sections(runs: FamilyRuns, forecast: Forecast) -> Iterator[Section]:
     """The back-test on the ladder itself, and the forecast without each rung; none where rungs are too few."""
-    pictures, text = [], []
     try:
         held_out = backtest_runs(runs, level=forecast.level).to_dict()
     except UnfitForecast:
         return
-    text.append(f"{backtest_text(held_out)}.")
+    text = [f"{backtest_text(held_out)}."]
     if evidence := (forecast.method or {}).get("evidence"):
         text.append(f"{evidence[:1].upper()}{evidence[1:]}.")
-    pictures.append(backtest_picture(held_out["rows"], level=forecast.level))
+    pictures = [backtest_picture(held_out["rows"], level=forecast.level)]
     with suppress(UnfitForecast):
         pictures.append(leave_one_out_picture(forecast, leave_one_out_runs(runs, level=forecast.level)))
     yield Section(id="evidence", title="How the procedure does on this ladder", text=text, pictures=pictures)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rungwise.analysis.vocabulary import dump_json
 from rungwise.ladder.batches import Batches, HeldOut, held_out_windows
-from rungwise.ladder.data import load_tokens
+from rungwise.ladder.data import load_tokens, make_batches
+from rungwise.ladder.evaluation import dropless_losses
 from rungwise.ladder.family import RunConfig
 from rungwise.ladder.home import write_json
 from rungwise.ladder.metrics import step_metrics
@@ -24,10 +24,7 @@ from rungwise.ladder.provenance import code_version
 from rungwise.ladder.schedule import horizon_of
 from rungwise.ladder.step import TrainState, init_state, make_eval_step, make_train_step
 from rungwise.ladder.sweep_measure import History, measure_cell
-from rungwise.ladder.tokenizer import Tokens
 
-EVAL_SEQUENCES: Final = 64
-"""Sequences evaluated together; how many changes no loss."""
 REPORT_SECONDS: Final = 0.5
 
 
@@ -43,7 +40,7 @@ def train_cells(configs: Sequence[RunConfig], files: Sequence[Path], *, cache: P
     trainer = _Trainer(configs[0])
     done, total = 0, sum(config.steps for config in configs)
     for config, file in zip(configs, files, strict=True):
-        history, state = trainer.train(config, _batches(config, tokens), _Reporter(config, done, total))
+        history, state = trainer.train(config, make_batches(config, tokens), _Reporter(config, done, total))
         done += config.steps
         eval_loss = trainer.evaluate(state, held_out) if history.finite else math.nan
         figures = measure_cell(history, config, eval_loss=eval_loss)
@@ -88,20 +85,7 @@ class _Trainer:
 
     def evaluate(self, state: TrainState, held_out: HeldOut) -> float:
         """Dropless loss on the held-out windows, nats per token."""
-        windows = held_out.windows
-        size = math.gcd(len(windows), EVAL_SEQUENCES)
-        parts = [self._eval_step(state, jnp.asarray(windows[at : at + size])) for at in range(0, len(windows), size)]
-        return float(np.mean(np.concatenate([np.asarray(part, np.float64) for part in parts])))
-
-
-def _batches(config: RunConfig, tokens: Tokens) -> Batches:
-    return Batches(
-        tokens,
-        seq_len=config.model.seq_len,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        max_epochs=config.data.max_epochs,
-    )
+        return float(np.mean(dropless_losses(self._eval_step, state, held_out)))
 
 
 def _steps(config: RunConfig, batches: Batches) -> Iterator[tuple[int, np.ndarray]]:

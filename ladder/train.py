@@ -4,7 +4,6 @@ The loop sends step n before it reads the figures of step n − 1, so that recor
 A run killed at any moment resumes from its last whole checkpoint and ends with the same parameters, bit for bit.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rungwise.ladder.batches import HeldOut
 from rungwise.ladder.checkpoint import Checkpoints
 from rungwise.ladder.data import RunData, load_data
+from rungwise.ladder.evaluation import Evaluator
 from rungwise.ladder.family import RunConfig
 from rungwise.ladder.home import make_folder
 from rungwise.ladder.journal import Journal
@@ -27,20 +25,15 @@ from rungwise.ladder.schedule import horizon_of
 from rungwise.ladder.step import (
     TrainState,
     init_state,
-    make_eval_step,
     make_train_step,
     state_to_tree,
     tree_to_state,
 )
-from rungwise.ladder.tokenizer import bits_per_byte
 from rungwise.ladder.tracking import Mirror
 from rungwise.model.accounting import count_flops
 
 Observer = Callable[[int, dict[str, float]], None]
 """Called with (step, every metric of the step) after the journal has it: progress bars and the watch."""
-
-DROPLESS_SEQUENCES = 64
-"""Sequences evaluated together without drops; how many changes no loss."""
 
 CEILING_SIZE = 1024
 """Edge of the square float32 product whose speed is the denominator of `perf/mfu`."""
@@ -60,42 +53,6 @@ class Schedule:
 
     def __contains__(self, step: int) -> bool:
         return step in self.marks
-
-
-class Evaluator:
-    """Loss on the fixed held-out windows, without any effect on the run's state."""
-
-    def __init__(self, config: RunConfig, held_out: HeldOut):
-        count = len(held_out.windows)
-        if count % config.batch_size:
-            raise ValueError(
-                f"evaluation.num_sequences {count} is not a multiple of the batch of {config.batch_size} sequences"
-                f" of run {config.run}; choose one that is"
-            )
-        self._held_out, self._batch = held_out, config.batch_size
-        self._dropless = jax.jit(make_eval_step(config))
-        self._dropping = jax.jit(make_eval_step(config, dropping=True))
-
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Dropless loss, overall, by subset and in bits per byte."""
-        losses = self._losses(self._dropless, state, math.gcd(len(self._held_out.windows), DROPLESS_SEQUENCES))
-        loss = float(np.mean(losses))
-        subsets = {
-            f"eval/{name}/loss": float(np.mean(losses[self._held_out.subset_ids == index]))
-            for index, name in enumerate(self._held_out.subsets)
-            if np.any(self._held_out.subset_ids == index)
-        }
-        bits = bits_per_byte(loss, bytes_per_token=self._held_out.bytes_per_token)
-        return {"eval/loss": loss, "eval/bits_per_byte": bits, **subsets}
-
-    def evaluate_dropping(self, state: TrainState) -> dict[str, float]:
-        """Loss through the training transport at the training batch, whose size decides what is dropped."""
-        return {"eval_dropping/loss": float(np.mean(self._losses(self._dropping, state, self._batch)))}
-
-    def _losses(self, step: Callable[[TrainState, jax.Array], jax.Array], state: TrainState, batch: int) -> np.ndarray:
-        windows = self._held_out.windows
-        parts = [step(state, jnp.asarray(windows[at : at + batch])) for at in range(0, len(windows), batch)]
-        return np.concatenate([np.asarray(part, np.float64) for part in parts])
 
 
 def refuse_total_loss(values: dict[str, float], *, step: int, transport: str) -> None:

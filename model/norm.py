@@ -41,8 +41,3 @@ def block_norm(
     normed = rms_norm(x, params[name], epsilon=epsilon)
     gate = params.get(f"{name}_gate")
     return normed if gate is None else norm_gate(normed, gate)
-
-
-def rms(x: Float[Array, "*batch dim"]) -> Float[Array, ""]:
-    """Root mean square over every axis, a scalar in float32."""
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
