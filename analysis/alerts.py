@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol
 
-from rungwise.analysis.vocabulary import decode_number
+from rungwise.analysis.vocabulary import SEVERITIES, decode_number
 
 OPEN_STATES: Final = ("open", "worsening", "recovering")
+"""States that ask for somebody's attention; an `acknowledged` alert has it already, a `resolved` one is over."""
+ALERT_STATES: Final = (*OPEN_STATES, "acknowledged", "resolved")
 WORSE: Final = 1.5
 """An open alert is announced as worsening when its level grows by this factor over the last announcement."""
 RECOVERING: Final = 0.5
@@ -26,7 +28,10 @@ class Alert:
     family: "run_change" (the run parted from its own past or from its peers), "forecast_miss" (the registered
     forecast was wrong, the run may be fine) or "fault" (non-finite). step: where it was raised; since: where
     it began; updated: last change of state. cost: compute the excess loss is worth under the registered law,
-    as a share of the run (None if unknown).
+    as a share of the run (None if unknown); cost_low, cost_high: the same over the floors the rungs allow.
+    probability: chance of a healthy run showing this. carrier: the parameter group, subset or layer that
+    carries it. event: the declared change that preceded it. precedent: how comparable situations in the
+    ladder ended. held_back: rows that fired and were not announced.
     """
 
     rule: str
@@ -41,6 +46,13 @@ class Alert:
     expected: float | None
     explanation: str
     cost: float | None = None
+    cost_low: float | None = None
+    cost_high: float | None = None
+    probability: float | None = None
+    carrier: str | None = None
+    event: str | None = None
+    precedent: str | None = None
+    held_back: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,12 +60,17 @@ class Alert:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of a run: training step, position in the run, and the values logged at that step."""
+    """One row of a run: training step, position in the run, and the values logged at that step.
+
+    time: Unix seconds of its record, attempt: the start of the run that wrote it; None where unknown.
+    """
 
     step: int
     tokens: float | None
     progress: float | None
     values: Mapping[str, float]
+    time: float | None = None
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +84,12 @@ class Signal:
     explanation: str
     severity: str = "warning"
     cost: float | None = None
+    cost_low: float | None = None
+    cost_high: float | None = None
+    probability: float | None = None
+    carrier: str | None = None
+    event: str | None = None
+    precedent: str | None = None
 
 
 class Detector(Protocol):
@@ -96,7 +119,12 @@ class Detector(Protocol):
 
 
 class Episode:
-    """The alert of one detector, through its life."""
+    """The alert of one detector, through its life.
+
+    open → worsening (the level grew by `WORSE`, or the severity rose) → recovering (calm rows, level under
+    `RECOVERING` of the worst; a row that fires opens it again) → resolved (`calm_rows` rows under `CLEAR` running). acknowledged: somebody knows;
+    it says no more until it worsens or is over.
+    """
 
     def __init__(self, detector: Detector):
         self.detector = detector
@@ -122,6 +150,13 @@ class Episode:
         self.detector.resolved()
         return closed
 
+    def acknowledge(self, step: int) -> Alert | None:
+        """Somebody knows of the open alert; None where there is none, or it is acknowledged already."""
+        if self.alert is None or self.alert.state == "acknowledged":
+            return None
+        self.alert = replace(self.alert, state="acknowledged", updated=step)
+        return self.alert
+
     def _open(self, row: Row, signal: Signal) -> Alert:
         self._announced = self._worst = signal.level
         self._calm = 0
@@ -129,15 +164,10 @@ class Episode:
             rule=self.detector.rule,
             metric=self.detector.metric,
             family=self.detector.family,
-            severity=signal.severity,
             state="open",
             step=row.step,
-            since=signal.since,
             updated=row.step,
-            observed=signal.observed,
-            expected=signal.expected,
-            explanation=signal.explanation,
-            cost=signal.cost,
+            **{name: getattr(signal, name) for name in ("since", "severity", *_TOLD)},
         )
         return self.alert
 
@@ -145,30 +175,43 @@ class Episode:
         assert self.alert is not None
         self._worst = max(self._worst, signal.level)
         self._calm = self._calm + 1 if signal.level < CLEAR else 0
+        if signal.level >= 1.0:
+            self.alert = replace(self.alert, held_back=self.alert.held_back + 1)
         if self._calm >= self.detector.calm_rows:
             closed = self.close(row.step, f"back within limits since step {row.step}")
             return closed and replace(closed, observed=signal.observed, expected=signal.expected)
-        if signal.level >= WORSE * self._announced:
-            self._announced = signal.level
-            return self._change(row, signal, "worsening")
-        if self.alert.state != "recovering" and signal.level < RECOVERING * self._worst and self._calm >= 3:
-            return self._change(row, signal, "recovering")
+        rises = SEVERITIES.index(signal.severity) > SEVERITIES.index(self.alert.severity)
+        if signal.level >= WORSE * self._announced or (signal.level >= 1.0 and rises):
+            self._announced = max(self._announced, signal.level)
+            return self._worsen(row, signal, rises=rises)
+        eased = signal.level < RECOVERING * self._worst and self._calm >= 3
+        if self.alert.state in ("open", "worsening") and eased:
+            return self._turn("recovering", row, signal)
+        if self.alert.state == "recovering" and signal.level >= 1.0:
+            return self._turn("open", row, signal)
         return None
 
-    def _change(self, row: Row, signal: Signal, state: str) -> Alert:
+    def _turn(self, state: str, row: Row, signal: Signal) -> Alert:
         assert self.alert is not None
-        worse = "critical" if "critical" in (self.alert.severity, signal.severity) else signal.severity
+        seen, expected = signal.observed, signal.expected
+        self.alert = replace(self.alert, state=state, updated=row.step, observed=seen, expected=expected)
+        return self.alert
+
+    def _worsen(self, row: Row, signal: Signal, *, rises: bool) -> Alert:
+        """Worse than announced; what the signal leaves out stays as it was said."""
+        assert self.alert is not None
+        told = {name: value for name in _TOLD if (value := getattr(signal, name)) is not None}
+        severity = signal.severity if rises else self.alert.severity
+        held_back = self.alert.held_back - 1  # this row is announced
         self.alert = replace(
-            self.alert,
-            severity=worse if state == "worsening" else self.alert.severity,
-            state=state,
-            updated=row.step,
-            observed=signal.observed,
-            expected=signal.expected,
-            explanation=signal.explanation if state == "worsening" else self.alert.explanation,
-            cost=signal.cost if signal.cost is not None else self.alert.cost,
+            self.alert, state="worsening", severity=severity, updated=row.step, **told | {"held_back": held_back}
         )
         return self.alert
+
+
+_TOLD: Final = ("observed", "expected", "explanation", "cost", "cost_low", "cost_high", "probability", "carrier",
+                "event", "precedent")  # fmt: skip
+"""What an alert takes over from the signal that opened or worsened it."""
 
 
 def overall_state(alerts: Iterable[Alert], *, judged: bool = True) -> str:
@@ -191,7 +234,7 @@ def make_row(values: Mapping[str, Any], *, horizon_tokens: float | None, horizon
     """
     numbers = {}
     for name, value in values.items():
-        if name in ("step", "tokens") or value is None:
+        if name in ("step", "tokens", "time", "attempt") or value is None:
             continue
         try:
             numbers[name] = decode_number(value)
@@ -205,4 +248,12 @@ def make_row(values: Mapping[str, Any], *, horizon_tokens: float | None, horizon
         progress = tokens / horizon_tokens
     elif progress is None and horizon_steps:
         progress = step / horizon_steps
-    return Row(step=step, tokens=tokens, progress=progress, values=numbers)
+    time, attempt = values.get("time"), values.get("attempt")
+    return Row(
+        step=step,
+        tokens=tokens,
+        progress=progress,
+        values=numbers,
+        time=None if time is None or time != time else float(time),
+        attempt=None if attempt is None else int(attempt),
+    )

@@ -14,6 +14,9 @@ from rungwise.analysis.rows import shared_counts
 MAX_RATIO_SPREAD: Final = 0.10
 """Tokens per active parameter may differ by this much before compute alone says nothing about the loss."""
 
+MAX_EPOCH_SPREAD: Final = 0.02
+"""Passes over a source may differ by this share between a rung and the hero: phases begin at whole steps."""
+
 MAX_RECIPE_EXCESS: Final = 0.005
 """Loss a rung's recipe may cost against its swept optimum: as much as a rung may lie off its law (intervals.py)."""
 STANDARD: Final[Mapping[str, tuple[str, ...]]] = {
@@ -58,7 +61,35 @@ def compare_conditions(table: pd.DataFrame, target: Mapping[str, Any]) -> dict[s
         known = table[[size, "tokens"]].dropna().astype(float)
         rungs["tokens_per_active_param"] = (known["tokens"] / known[size]).tolist()
         hero["tokens_per_active_param"] = float(target["tokens"]) / float(target[size])
-    return {key: _condition(rungs[key], hero[key]) for key in sorted(hero) if rungs[key]}
+    judges = {"epochs": _epochs_condition}
+    return {key: judges.get(key, _condition)(rungs[key], hero[key]) for key in sorted(hero) if rungs[key]}
+
+
+def parse_epochs(said: str) -> dict[str, float]:
+    """Passes over each source from a run's plan.
+
+    >>> parse_epochs("books 0.42, web 1.3")
+    {'books': 0.42, 'web': 1.3}
+    """
+    pairs = (part.rpartition(" ") for part in said.split(", "))
+    return {name: float(value) for name, _, value in pairs}
+
+
+def _epochs_condition(values: list[Any], hero: Any) -> dict[str, Any]:
+    """Outside where a rung reads a source another number of times than the hero: text seen again teaches less.
+
+    Up to one pass nothing comes twice, and one number is as good as another.
+    """
+
+    def passes(said: Any) -> dict[str, float]:
+        return {name: max(1.0, epochs) for name, epochs in parse_epochs(str(said)).items()}
+
+    own = passes(hero)
+    same = [
+        set(other) == set(own) and all(abs(other[name] - own[name]) <= MAX_EPOCH_SPREAD * own[name] for name in own)
+        for other in map(passes, values)
+    ]
+    return {"rungs": sorted({str(value) for value in values}), "hero": str(hero), "outside": not all(same)}
 
 
 def _condition(values: list[Any], hero: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Two families of verdicts stay apart: `run_change` says the run parted from its o
 re-baseline and leaves the second alone.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,14 +14,20 @@ import numpy as np
 import pandas as pd
 
 from rungwise.analysis.alerts import Alert, Detector, Episode, Row, make_row, overall_state
-from rungwise.analysis.detectors import EvalDrift, ForecastMiss, LossLevel, LossSpike, NonFinite
+from rungwise.analysis.change_detectors import change_detectors
+from rungwise.analysis.detectors import Basis, Builder, loss_detectors
+from rungwise.analysis.events import Change, Informed
+from rungwise.analysis.explain import Explainer
 from rungwise.analysis.forecast import Forecast
-from rungwise.analysis.peers import Pinned, peer_detectors
-from rungwise.analysis.vocabulary import EVENT_KINDS
+from rungwise.analysis.health_detectors import SILENCE_S, Silence, health_detectors
+from rungwise.analysis.metric_detectors import metric_detectors
+from rungwise.analysis.peers import AgainstPeers, peer_detectors
+from rungwise.analysis.units import Units
 
 __all__ = ["Alert", "Monitor", "overall_state", "replay"]
 
-REBASELINE_KINDS: Final = frozenset(EVENT_KINDS) - {"note", "restart"}
+BUILDERS: Final[tuple[Builder, ...]] = (loss_detectors, peer_detectors, metric_detectors, change_detectors)
+"""What makes a run's detectors out of its `Basis`, in the order they judge a row."""
 
 
 class Monitor:
@@ -31,6 +38,8 @@ class Monitor:
         peers: rows of the ladder's other runs: run, step, tokens, metrics by name.
         events: declared changes, each with step and kind.
         vocab_size: of the model, for the loss of a uniform guess; None takes the forecast target's, if it has one.
+        deadline: Unix seconds by which the run is to end; None takes the forecast target's, if it has one.
+        silence_s: seconds without a record after which a run counts as silent.
     """
 
     def __init__(
@@ -40,28 +49,32 @@ class Monitor:
         peers: pd.DataFrame | None = None,
         events: Iterable[Mapping[str, Any]] = (),
         vocab_size: int | None = None,
+        deadline: float | None = None,
+        silence_s: float = SILENCE_S,
     ):
         target = forecast.target if forecast else {}
         self._horizon = {"horizon_tokens": target.get("tokens"), "horizon_steps": target.get("steps")}
-        detectors: list[Detector] = [NonFinite(), LossSpike(), LossLevel(forecast), EvalDrift()]
-        if forecast is not None and forecast.curve:
-            detectors.append(ForecastMiss(forecast))
-        against = peer_detectors(peers) if peers is not None and len(peers) else []
-        detectors += against
-        vocab_size = vocab_size or target.get("vocab_size")
-        if vocab_size and not any(detector.rule == "not_learning" for detector in against):
-            detectors.append(Pinned(int(vocab_size)))
-        self._episodes = [Episode(detector) for detector in detectors]
+        basis = Basis(forecast=forecast, peers=peers, vocab_size=vocab_size or target.get("vocab_size"))
+        detectors: list[Detector] = [detector for build in BUILDERS for detector in build(basis)]
+        deadline = deadline or target.get("deadline")
+        detectors += health_detectors(deadline=deadline, tokens=target.get("tokens"), silence_s=silence_s)
+        self._units = Units()
+        self._episodes = [Episode(detector) for detector in [*detectors, self._units]]
+        self._explainer = Explainer(peers, replay=replay)
+        self._marked: dict[Episode, Change] = {}
+        self._time: float | None = None
         self._events = sorted((dict(event) for event in events), key=lambda event: event["step"])
-        self._history: dict[tuple[str, int], Alert] = {}
+        self._history: dict[tuple[str, str, int], Alert] = {}
         self._last_step: int | None = None
+        self._attempt: int | None = None
         self.judged = False
         """Whether any loss was seen; without one the state is "cannot_judge"."""
 
     @property
     def alerts(self) -> list[Alert]:
         """Every alert raised so far in its latest state, in the order raised."""
-        return list(self._history.values())
+        now = [episode.alert for episode in self._episodes if episode.alert is not None]
+        return list((self._history | {_key(alert): alert for alert in now}).values())
 
     @property
     def state(self) -> str:
@@ -73,38 +86,111 @@ class Monitor:
 
     def update(self, row: Mapping[str, Any]) -> list[Alert]:
         """Judge one row (step, tokens, metrics by name); returns the alerts that it opened or changed."""
-        current = make_row(row, **self._horizon)
-        changed: list[Alert] = []
-        if self._last_step is not None and current.step < self._last_step:
+        current = self._units.convert(make_row(row, **self._horizon))
+        changed = self._pass_time(current)
+        if self._is_rewind(current):
             for episode in self._episodes:
                 episode.detector.rewind(current.step)
         while self._events and self._events[0]["step"] <= current.step:
             changed += self._apply(self._events.pop(0), current)
+        self._explainer.observe(current)
         for episode in self._episodes:
+            if episode in self._marked:
+                continue
             alert = episode.observe(current)
-            if alert is not None:
-                changed.append(alert)
-        self._last_step = current.step
+            if alert is None:
+                continue
+            if alert.step == alert.updated and self._is_told(episode, alert):
+                episode.alert = None
+            else:
+                changed.append(self._explained(episode, alert, current))
+        self._last_step, self._attempt = current.step, current.attempt
         self.judged = self.judged or "train/loss" in current.values or "eval/loss" in current.values
-        for alert in changed:
-            self._history[alert.rule, alert.step] = alert
-        return changed
+        return self._keep(changed)
+
+    def tick(self, now: float, *, heartbeat: float | None = None, ended: bool = False) -> list[Alert]:
+        """Judge that time has passed without a row; returns the alerts that this opened or changed.
+
+        Args:
+            now: Unix seconds of this watch's clock.
+            heartbeat: Unix seconds of the run's last sign of life that is no row.
+            ended: whether the run is known to have ended, and so may be silent.
+        """
+        changed = []
+        row = Row(step=self._last_step or 0, tokens=None, progress=None, values={}, time=now)
+        for episode in self._episodes:
+            if isinstance(silence := episode.detector, Silence):
+                silence.ended = ended
+                if heartbeat is not None:
+                    silence.heartbeat(heartbeat)
+                if (alert := episode.observe(row)) is not None:
+                    changed.append(self._explained(episode, alert, row))
+        return self._keep(changed)
+
+    @property
+    def marked(self) -> list[str]:
+        """Comparisons with forecast and rungs that a declared change ended, and are no longer made; a sentence each."""
+        return sorted(
+            {
+                f"{episode.detector.metric} is no longer compared with forecast and rungs after {change}"
+                for episode, change in self._marked.items()
+            }
+        )
+
+    def acknowledge(self, rule: str, step: int) -> list[Alert]:
+        """Somebody knows of a rule's open alerts; returns those this changed."""
+        mine = [episode for episode in self._episodes if episode.detector.rule == rule]
+        return self._keep([alert for episode in mine if (alert := episode.acknowledge(step)) is not None])
 
     def extend(self, trajectory: Any) -> list[Alert]:
         """Judge a table of rows in order; returns every change, as `update` would have."""
         return [alert for row in trajectory_rows(trajectory) for alert in self.update(row)]
 
+    def _keep(self, changed: list[Alert]) -> list[Alert]:
+        for alert in changed:
+            self._history[_key(alert)] = alert
+        return changed
+
+    def _is_rewind(self, row: Row) -> bool:
+        """Whether a row repeats steps: an earlier one than the last, or the last one in another attempt."""
+        if self._last_step is None or row.step > self._last_step:
+            return False
+        return row.step < self._last_step or (row.attempt is not None and row.attempt != self._attempt)
+
+    def _is_told(self, mine: Episode, alert: Alert) -> bool:
+        """Whether another rule's open alert speaks of the same subject: the first to speak speaks for it."""
+        about = _subject(alert.metric)
+        return about is not None and any(
+            episode is not mine and episode.alert is not None and _subject(episode.alert.metric) == about
+            for episode in self._episodes
+        )
+
+    def _pass_time(self, row: Row) -> list[Alert]:
+        """What a live watch would have said before this row came."""
+        before, self._time = self._time, row.time
+        return [] if before is None or row.time is None or row.time <= before else self.tick(row.time)
+
+    def _explained(self, episode: Episode, alert: Alert, row: Row) -> Alert:
+        explained = self._explainer.explain(alert, row)
+        if episode.alert is not None:
+            episode.alert = explained
+        return explained
+
     def _apply(self, event: Mapping[str, Any], row: Row) -> list[Alert]:
-        if event.get("kind") not in REBASELINE_KINDS:
-            return []
+        change = Change.of(event)
+        self._explainer.declare(change)
         closed = []
         for episode in self._episodes:
-            if episode.detector.family == "run_change" and episode.detector.rule != "not_learning":
-                alert = episode.close(row.step, f"re-baselined at the declared {event['kind']} change")
-                episode.detector.rebaseline(row.step)
-                if alert is not None:
-                    closed.append(alert)
-        return closed
+            detector = episode.detector
+            if isinstance(detector, Informed):
+                detector.declare(change, row.step)
+            elif _compares(detector) and change.breaks(detector.metric):
+                self._marked[episode] = change
+                closed.append(episode.close(row.step, f"no longer comparable after {change}"))
+            elif detector.family == "run_change" and detector.rule != "not_learning" and change.moves(detector.metric):
+                closed.append(episode.close(row.step, f"re-baselined at the declared {change.kind} change"))
+                detector.rebaseline(row.step)
+        return [alert for alert in closed if alert is not None]
 
 
 def replay(
@@ -147,12 +233,28 @@ def trajectory_rows(trajectory: Any) -> Iterator[dict[str, Any]]:
         only_evaluated = np.any([none, *evaluated], axis=0) & ~np.any([none, *training], axis=0)
         present["train/loss"] = present["train/loss"] | ~only_evaluated
     steps = frame["step"].to_numpy()
+    whole = {name: _numeric(frame[name]) for name in ("time", "attempt") if name in frame.columns}
     for index in range(len(frame)):
         row: dict[str, Any] = {"step": int(steps[index])}
+        row |= {name: float(values[index]) for name, values in whole.items() if math.isfinite(values[index])}
         for name in names:
             if present[name][index]:
                 row[name] = float(columns[name][index])
         yield row
+
+
+def _compares(detector: Detector) -> bool:
+    """Whether a rule holds the run against forecast or rungs rather than its own past."""
+    return detector.family == "forecast_miss" or isinstance(detector, AgainstPeers)
+
+
+def _subject(metric: str) -> str | None:
+    """What several rules on several metrics may all speak of; None where each rule speaks for itself."""
+    return next((subject for subject in ("drop", "grad_norm", "router_bias", "load_max") if subject in metric), None)
+
+
+def _key(alert: Alert) -> tuple[str, str, int]:
+    return alert.rule, alert.metric, alert.step
 
 
 def _numeric(column: pd.Series) -> np.ndarray:

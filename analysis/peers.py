@@ -2,14 +2,15 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from rungwise.analysis.alerts import Row, Signal
+from rungwise.analysis.alerts import Detector, Row, Signal
+from rungwise.analysis.detectors import Basis
 
 Array = NDArray[np.float64]
 
@@ -54,9 +55,11 @@ def _positions(rows: pd.DataFrame) -> Array:
 
 
 class AgainstPeers:
-    """One metric against a limit made of the peers' values at the same position: median over the last rows of
+    """One metric against a limit made of the peers' values at the same position. Over the last rows, the median of
 
     (value - peers' median) / (limit - peers' median)
+
+    and no more than its last value: a run that is coming back is not accused. Memory: `rows` rows.
     """
 
     family, calm_rows = "run_change", 10
@@ -91,7 +94,7 @@ class AgainstPeers:
         self._recent.append((value - expected) / max(limit - expected, 1e-12))
         if len(self._recent) < (self._recent.maxlen or 1):
             return None
-        level = float(np.median(self._recent))
+        level = min(float(np.median(self._recent)), self._recent[-1])
         observed = expected + level * (limit - expected)
         if level < 1.0:
             self._since = None
@@ -152,8 +155,20 @@ class Pinned:
     def resolved(self) -> None: ...
 
 
-def peer_detectors(peers: pd.DataFrame) -> list[AgainstPeers]:
-    """The rules for the metrics that the peers have."""
+def peer_detectors(basis: Basis) -> Iterator[Detector]:
+    """The rules for the metrics that the peers have; without them, that a loss leaves the uniform guess.
+
+    Raises:
+        ValueError: the peers' table lacks a column.
+    """
+    peers = basis.peers
+    against = [] if peers is None or not len(peers) else _against(peers)
+    yield from against
+    if basis.vocab_size and not any(detector.rule == "not_learning" for detector in against):
+        yield Pinned(int(basis.vocab_size))
+
+
+def _against(peers: pd.DataFrame) -> list[AgainstPeers]:
     if missing := {"run", "step"} - set(peers.columns):
         raise ValueError(f"peers lack columns {sorted(missing)}; give run, step, tokens and metrics by name")
     rules = [

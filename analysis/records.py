@@ -4,6 +4,7 @@ Standard library only. `ladder/journal.py` and `ladder/home.py` write these file
 what the records mean together.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,9 @@ _REQUIRED: Final = {
     "attempt": ("attempt", "step", "time"),
     "metrics": ("attempt", "step", "time", "values"),
     "end": ("attempt", "step", "time", "state"),
+    "alert": ("rule", "metric", "step", "state", "updated", "severity", "explanation"),
+    "verdict": ("state", "step"),
+    "acknowledgement": ("rule", "step"),
 }
 
 
@@ -98,6 +102,16 @@ def read_records(path: str | Path) -> Records:
             torn += 1
         found.append(record)
     return Records(found, torn, tuple(unread))
+
+
+def alert_key(entry: Mapping[str, Any]) -> tuple[str, str, int]:
+    """What makes two entries of an `alerts.jsonl` the same alert: rule, metric, and the step where it was raised."""
+    return entry["rule"], entry["metric"], entry["step"]
+
+
+def latest_alerts(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The latest state of each alert among the records of an `alerts.jsonl`, in the order they were raised."""
+    return list({alert_key(entry): entry for entry in records if entry["kind"] == "alert"}.values())
 
 
 def decode_record(line: bytes) -> dict[str, Any] | None:

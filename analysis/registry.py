@@ -37,18 +37,50 @@ def register(forecast: Forecast, folder: str | Path) -> str:
     return digest
 
 
-def load_registered(folder: str | Path) -> Forecast | None:
-    """The registered forecast of `folder`, None without one.
+def register_successor(forecast: Forecast, folder: str | Path) -> str:
+    """Write a forecast that takes the registered one's place, which stays beside it; return its hash.
+
+    Its `method` says in "supersedes" which one (`hash`) and why (`reason`). The same content again changes nothing.
 
     Raises:
-        ValueError: several files, an unreadable one, or content that no longer has the hash of its name.
+        ValueError: it names no registered forecast as the one it supersedes, or one that has a successor already.
     """
-    files = sorted(Path(folder).glob("*.json"))
-    if not files:
+    folder = Path(folder)
+    with _locked(folder):
+        present = load_registered(folder)
+        if present is not None and present.hash == forecast.hash:
+            return forecast.hash
+        if present is None or superseded_hash(forecast) != present.hash:
+            raise ValueError(
+                f"forecast {forecast.hash} succeeds {superseded_hash(forecast)}, but"
+                f" {'none' if present is None else present.hash} is registered; make it from that one"
+            )
+        _write_once(folder / f"{forecast.hash}.json", dump_json(forecast.to_dict(), indent=1) + "\n")
+    return forecast.hash
+
+
+def superseded_hash(forecast: Forecast) -> str | None:
+    """Hash of the forecast whose place a forecast takes; None for a first one."""
+    supersedes = (forecast.method or {}).get("supersedes") or {}
+    return supersedes.get("hash")
+
+
+def load_registered(folder: str | Path) -> Forecast | None:
+    """The registered forecast of `folder`, the last of its successors; None without one.
+
+    Raises:
+        ValueError: several that do not succeed one another, an unreadable one, or content that no longer has the hash
+            of its name.
+    """
+    forecasts = [_read_checked(file, str(file)) for file in sorted(Path(folder).glob("*.json"))]
+    if not forecasts:
         return None
-    if len(files) > 1:
-        raise ValueError(f"folder {folder} holds {len(files)} forecasts ({', '.join(f.stem for f in files)}); keep one")
-    return _read_checked(files[0], str(files[0]))
+    past = {superseded_hash(forecast) for forecast in forecasts}
+    current = [forecast for forecast in forecasts if forecast.hash not in past]
+    if len(current) != 1 or len(past - {None}) != len(forecasts) - 1:
+        hashes = ", ".join(forecast.hash for forecast in forecasts)
+        raise ValueError(f"folder {folder} holds {len(forecasts)} forecasts ({hashes}); keep one and its successors")
+    return current[0]
 
 
 def load_registered_mlflow(tracking_uri: str, family: str) -> Forecast | None:

@@ -233,7 +233,7 @@ class PointReader:
         value = "CASE WHEN is_nan THEN 'NaN' ELSE value END"
         window = "run_uuid = ? AND timestamp > ? AND timestamp <= ?"
         query = f"SELECT key, step, timestamp, {value} FROM metrics WHERE {window}"
-        with closing(sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=20)) as table:
+        with closing(connect_readonly(path)) as table:
             rows = table.execute(query, (run.info.run_id, self._until, until))
             return [(key, step, time, float(value)) for key, step, time, value in rows]
 
@@ -249,18 +249,27 @@ class PointReader:
             ]
 
     def _history(self, run_id: str, key: str) -> list["Metric"]:
-        """One metric's points past those brought: a server sorts them by time, and a page token is a place."""
-        from mlflow.utils.search_utils import SearchUtils
+        return metric_page(self._client, run_id, key, start=self._brought[key])
 
-        store = self._client._tracking_client.store  # the public method always starts at the first point
-        token = SearchUtils.create_page_token(self._brought[key]).decode() if self._brought[key] else None
-        points: list[Metric] = []
-        while True:
-            page = store.get_metric_history(run_id, key, max_results=_PAGE, page_token=token)
-            points += page
-            token = page.token
-            if not token:
-                return points
+
+def connect_readonly(path: Path) -> sqlite3.Connection:
+    """An MLflow database, for reading alone."""
+    return sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=20)
+
+
+def metric_page(client: "MlflowClient", run_id: str, key: str, *, start: int) -> list["Metric"]:
+    """One metric's points from a place on: a server sorts them by time, and a page token is a place."""
+    from mlflow.utils.search_utils import SearchUtils
+
+    store = client._tracking_client.store  # the public method always starts at the first point
+    token = SearchUtils.create_page_token(start).decode() if start else None
+    points: list[Metric] = []
+    while True:
+        page = store.get_metric_history(run_id, key, max_results=_PAGE, page_token=token)
+        points += page
+        token = page.token
+        if not token:
+            return points
 
 
 def read_artifacts(client: "MlflowClient", run: "Run", names: Iterable[str], folder: Path) -> list[Path]:

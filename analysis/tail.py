@@ -6,7 +6,7 @@ Both give the journal's records, in the order written. `analysis/source.py` read
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,40 +46,102 @@ class Tail(Protocol):
         """Changes declared since the last call."""
         ...
 
+    @property
+    def corrupt(self) -> Mapping[str, list[int]]:
+        """File → lines of it that cannot be read."""
+        ...
+
+
+class FileTail:
+    """The whole records of one journal file, each once; a file that is not there yet has none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.corrupt: list[int] = []
+        """Lines that cannot be read, from 1; one torn by a kill, before the next attempt, is none."""
+        self._offset = self._line = 0
+
+    def new(self) -> Iterator[Mapping[str, Any]]:
+        """What was added since the last call; a line without its end is still being written."""
+        try:
+            if self.path.stat().st_size == self._offset:
+                return
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self._line += 1
+                record = decode_record(line)
+                if record is None:
+                    self.corrupt.append(self._line)
+                elif record["kind"] != "header":
+                    if record["kind"] == "attempt" and self.corrupt[-1:] == [self._line - 1]:
+                        self.corrupt.pop()
+                    yield record
+
 
 class FolderTail:
     """The records of a run whose folder is here, or will be."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._offsets = {JOURNAL_FILE: 0, EVENTS_FILE: 0}
+        self._journal, self._events = FileTail(folder / JOURNAL_FILE), FileTail(folder / EVENTS_FILE)
 
     def new_records(self) -> Iterator[Mapping[str, Any]]:
-        return self._new_in(JOURNAL_FILE)
+        return self._journal.new()
 
     def new_events(self) -> Iterator[Mapping[str, Any]]:
-        return self._new_in(EVENTS_FILE)
+        return self._events.new()
 
-    def _new_in(self, name: str) -> Iterator[Mapping[str, Any]]:
-        path = self._folder / name
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self._offsets[name])
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # still being written
-                self._offsets[name] += len(line)
-                record = decode_record(line)
-                if record is not None and record["kind"] != "header":
-                    yield record
+    @property
+    def corrupt(self) -> dict[str, list[int]]:
+        """Unreadable lines so far, by file."""
+        return {tail.path.name: tail.corrupt for tail in (self._journal, self._events) if tail.corrupt}
+
+
+class ChainTail:
+    """Several runs as one: each continues the one before under a new name, its attempts follow, its steps win.
+
+    Records of an earlier run that arrive once a later one has written are left out: the newest attempt is the run.
+    """
+
+    def __init__(self, parts: Sequence[Tail]) -> None:
+        self._parts = parts
+        self._live, self._attempt, self._numbers = 0, 0, dict[tuple[int, int], int]()
+
+    def new_records(self) -> Iterator[Mapping[str, Any]]:
+        for place, part in enumerate(self._parts):
+            for record in part.new_records():
+                if place < self._live:
+                    continue
+                if record["kind"] == "attempt":
+                    self._live, self._attempt = place, self._attempt + 1
+                    self._numbers[place, record["attempt"]] = self._attempt
+                number = self._numbers.get((place, record["attempt"]), self._attempt)
+                yield {**record, "attempt": number}
+
+    def new_events(self) -> Iterator[Mapping[str, Any]]:
+        for part in self._parts:
+            yield from part.new_events()
+
+    @property
+    def corrupt(self) -> dict[str, list[int]]:
+        """Unreadable lines so far, by run and file."""
+        found: dict[str, list[int]] = {}
+        for place, part in enumerate(self._parts, start=1):
+            found |= {f"{file} of run {place}": lines for file, lines in part.corrupt.items()}
+        return found
 
 
 class StoreTail:
     """The same through the store that mirrors the run; it lags by a batch of the mirror, some ten seconds.
 
-    A look that finds nothing new costs three small requests. It raises `StoreError` while the store does not
-    answer; the next look then brings what that one could not.
+    A look that finds nothing new costs three small requests; `points_read` counts what was brought. It raises
+    `StoreError` while the store does not answer; the next look then brings what that one could not.
     """
 
     def __init__(self, tracking_uri: str, family: str, run: str) -> None:
@@ -87,7 +149,8 @@ class StoreTail:
         self._readers: dict[str, PointReader] = {}
         self._ended: set[str] = set()
         self._events_at: str | None = None
-        self._num_events = 0
+        self._num_events = self.points_read = 0
+        self.corrupt: dict[str, list[int]] = {}
         self._records: list[Mapping[str, Any]] = []
         self._events: list[Mapping[str, Any]] = []
 
@@ -114,8 +177,9 @@ class StoreTail:
         if last and self._events_at != (newest := tags.get(TAG_MIRRORED_TIME)):
             self._read_events(client, run)
             self._events_at = newest
-        for record in _metrics_records(self._readers[run_id].read(run)):
-            self._records.append(head | record)
+        points = self._readers[run_id].read(run)
+        self.points_read += len(points)
+        self._records += [head | record for record in _metrics_records(points)]
         state = tags.get(TAG_STATE, "running")
         if state != "running" and run_id not in self._ended:
             self._ended.add(run_id)

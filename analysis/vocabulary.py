@@ -50,6 +50,7 @@ METRICS: Final = {
     "train/log_z_mean": "mean log-partition of the output logits, nats",
     "train/attention_logit_max": "largest attention logit over layers and heads, after scaling",
     "train/residual_rms_max": "largest root-mean-square of the residual stream over layers",
+    "train/skipped": "1 where the trainer left a step's update out",
     "train/nonfinite": "gradient entries that are NaN or infinite",
     "train/counted_tokens": "target tokens whose loss counted; where 0, train/loss is NaN and nothing was updated",
     "eval/loss": "cross-entropy on the fixed held-out set, dropless, nats per token",
@@ -87,9 +88,13 @@ TAG_FORECAST_HASH: Final = "rungwise.forecast_hash"
 TAG_CODE_VERSION: Final = "rungwise.code_version"
 TAG_SCHEMA: Final = "rungwise.schema"
 TAG_WATCH_STATE: Final = "rungwise.watch_state"
+TAG_ALERT_PREFIX: Final = "rungwise.alert."
+"""`rungwise.alert.<rule>`: the latest alert of a rule, in a line."""
 TAG_RESTORED_STEP: Final = "rungwise.restored_step"
 """Last step an attempt restored from its checkpoint, 0 when it started afresh: what its predecessors lose to it."""
 TAG_END_REASON: Final = "rungwise.end_reason"
+TAG_JOB: Final = "rungwise.job"
+"""The scheduler's name of the job that trained the attempt."""
 TAG_MIRRORED_BYTES: Final = "rungwise.mirrored_bytes"
 """How far into the journal this MLflow run has been copied."""
 TAG_MIRRORED_TIME: Final = "rungwise.mirrored_time"

@@ -14,31 +14,42 @@ from jaxtyping import Array, Float, Int
 from rungwise.comm.permute import dispatch_rows
 from rungwise.comm.placement import Placement, place
 
+Axis = str | tuple[str, ...]
+"""Name of the ranks' axis; of two where each device of a mesh axis holds several virtual ranks, the mesh's first."""
+
 COLLECTIVE = "moe_collective"
 """`checkpoint_name` of everything that crossed a rank."""
 
 
-def all_to_all(blocks: jax.Array, axis: str) -> jax.Array:
+def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
     """`blocks[d]` goes to rank d; the result's block s came from rank s."""
     return checkpoint_name(tangent_all_to_all(blocks, axis), COLLECTIVE)
 
 
-def tangent_all_to_all(blocks: jax.Array, axis: str) -> jax.Array:
+def tangent_all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
     """`all_to_all` without a name, which JAX could not transpose: for tangents."""
     return jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
-def all_gather(values: jax.Array, axis: str) -> jax.Array:
+def all_gather(values: jax.Array, axis: Axis) -> jax.Array:
     """Every rank's values, one after the other along the first dimension."""
-    return checkpoint_name(jax.lax.all_gather(values, axis, tiled=True), COLLECTIVE)
+    for name in reversed(_names(axis)):  # one by one: jax has no batching rule for several at once
+        values = jax.lax.all_gather(values, name, tiled=True)
+    return checkpoint_name(values, COLLECTIVE)
 
 
-def sum_scatter(values: jax.Array, axis: str) -> jax.Array:
+def sum_scatter(values: jax.Array, axis: Axis) -> jax.Array:
     """Sum over ranks of the block that belongs to this rank."""
-    return checkpoint_name(jax.lax.psum_scatter(values, axis, scatter_dimension=0, tiled=True), COLLECTIVE)
+    for name in _names(axis):
+        values = jax.lax.psum_scatter(values, name, scatter_dimension=0, tiled=True)
+    return checkpoint_name(values, COLLECTIVE)
 
 
-def total(values: Any, axis: str) -> Any:
+def _names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def total(values: Any, axis: Axis) -> Any:
     """Sum over ranks, alike on every rank."""
     return checkpoint_name(jax.lax.psum(values, axis), COLLECTIVE)
 
@@ -106,8 +117,8 @@ def emulated_ragged_all_to_all(
     return jnp.where(covered[:, None], arrived, output)
 
 
-def on_mesh(axis: str) -> bool:
-    """Whether the axis is one of a mesh; else its ranks are virtual."""
+def on_mesh(axis: Axis) -> bool:
+    """Whether the axis is one of a mesh; else its ranks are virtual, all or some of them."""
     return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 

@@ -1,4 +1,4 @@
-"""What a process that trains settles before jax starts: threads, compiled programs kept, memory kept.
+"""What a process that trains settles before jax starts: threads, compiled programs kept, memory kept, its companions.
 
 Nothing here changes a result; only the thread count is part of a run's identity.
 """
@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 from typing import Final
+
+from rungwise.ladder.processes import join_processes
 
 # glibc's mallopt parameters (malloc.h)
 _TRIM_THRESHOLD: Final = -1
@@ -28,6 +30,7 @@ def prepare_backend(*, threads: int, cache: Path) -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     keep_freed_memory()
+    join_processes()
 
 
 def keep_freed_memory() -> bool:

@@ -2,7 +2,8 @@
 
 Orbax writes the arrays into a draft folder. The manifest follows: what the caller wants to know again, every
 array's shape, every file's checksum. One rename then makes the draft a checkpoint; only after that are older
-ones removed. Nothing else is ever taken for a checkpoint, wherever the folder was copied from.
+ones removed. Nothing else is ever taken for a checkpoint, wherever the folder was copied from. Several processes write
+their arrays together; all else is the first one's.
 """
 
 import contextlib
@@ -11,13 +12,15 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from rungwise.ladder.console import one_line
 from rungwise.ladder.home import make_folder, read_json, write_json
+from rungwise.ladder.processes import on_first
 
 _MANIFEST: Final = "manifest.json"
 _ARRAYS: Final = "arrays"
@@ -25,18 +28,23 @@ _DRAFT: Final = ".draft-"
 _OLD: Final = ".old-"
 
 
+class CheckpointFailed(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
 class Checkpoints:
     """The checkpoints of one run, each a folder named by its step.
 
     Args:
         keep: how many of the latest to keep.
+        kept: steps whose checkpoints are kept for good, beside those.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: str | Path, *, keep: int = 2, kept: Collection[int] = ()) -> None:
         if keep < 1:
             raise ValueError(f"keep {keep} would remove every checkpoint; use 1 or more")
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep, self.kept = keep, frozenset(kept)
 
     def steps(self) -> tuple[int, ...]:
         """Steps of the whole checkpoints, ascending."""
@@ -59,21 +67,35 @@ class Checkpoints:
             tree: a pytree whose leaves are all arrays.
             meta: plain values to get back with it, such as the data position and hashes.
         Raises:
-            ValueError: a leaf is no array, or the folder cannot be written to.
+            ValueError: a leaf is no array.
+            CheckpointFailed: the folder cannot be written to; what was there is as it was.
         """
+        leaves = _named_leaves(tree)
+        try:
+            self._write(step, leaves, dict(meta))
+        except (OSError, ValueError) as error:  # Orbax says ValueError where a disk is full
+            raise CheckpointFailed(f"checkpoint of step {step} in {self.folder}: {one_line(error)}") from error
+
+    def _write(self, step: int, leaves: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         import orbax.checkpoint as ocp
 
-        leaves = _named_leaves(tree)
-        make_folder(self.folder)
-        self._remove_leftovers()
         draft = self.folder / f"{_DRAFT}{step}"
-        draft.mkdir()
+        on_first(lambda: self._begin(draft))
         with _quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             filled = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax refuses empty arrays
             checkpointer.save(draft / _ARRAYS, args=ocp.args.StandardSave(filled))
+        on_first(lambda: self._finish(draft, step, leaves, meta))
+
+    def _begin(self, draft: Path) -> None:
+        make_folder(self.folder)
+        self._remove_leftovers()
+        draft.mkdir()
+
+    def _finish(self, draft: Path, step: int, leaves: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Makes a draft with all its arrays a checkpoint, and removes those it makes superfluous."""
         manifest = {
             "step": step,
-            "meta": dict(meta),
+            "meta": meta,
             "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
             "numpy": [name for name, leaf in leaves.items() if isinstance(leaf, np.ndarray)],
             "files": _checksums(draft / _ARRAYS),
@@ -82,7 +104,7 @@ class Checkpoints:
         self._set_aside(self.folder / str(step))
         draft.rename(self.folder / str(step))
         _sync_folder(self.folder)
-        for old in self.steps()[: -self.keep]:
+        for old in [old for old in self.steps() if old not in self.kept][: -self.keep]:
             self._set_aside(self.folder / str(old))
         self._remove_leftovers()
 

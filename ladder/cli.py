@@ -1,21 +1,19 @@
 """The command line `ladder`: one function a verb; each calls one module and prints the result. The verbs that study
-recipe, transports and machine are in `cli_studies.py`.
+recipe, transports and machine are in `cli_studies.py`, those about a run that trains in `cli_watch.py`.
 
 A verb imports what it needs when it runs, so that `ladder --help` answers at once.
-Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted; `watch` adds 3 (could not judge) and 10 (alert open).
+Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted, 143 asked to stop and saved; `watch` adds 3 (could
+not judge), 10 (alert open), 11 and 12 (the same and healthy, with a delivery given up).
 """
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, Literal, NoReturn, cast
 
 import typer
 
-from rungwise.ladder import cli_studies
-from rungwise.ladder.cli_options import Family, Home, Json, Tracking
+from rungwise.ladder import cli_studies, cli_watch
+from rungwise.ladder.cli_options import Family, Home, Json, Tracking, show_traceback_if_asked
 
 app = typer.Typer(
     name="ladder",
@@ -26,7 +24,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RUN_FAILED, BAD_INPUT, COULD_NOT_JUDGE, INTERRUPTED = 1, 2, 3, 130
+Launcher = Literal["local", "slurm"]
+
+RUN_FAILED, BAD_INPUT, COULD_NOT_JUDGE, INTERRUPTED, PREEMPTED = 1, 2, 3, 130, 143
 
 
 def _version(wanted: bool) -> None:
@@ -47,16 +47,36 @@ def _ladder(
 
 
 @app.command()
-def plan(family: Family, *, as_json: Json = False) -> None:
-    """Print every derived number before anything runs.
+def plan(
+    family: Family,
+    *,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of one device, such as 80GB: says what does not fit it.", show_default=False)
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Other devices, such as data=2,expert=4,optimizer=sharded.", show_default=False)
+    ] = None,
+    execution: Annotated[
+        str | None,
+        typer.Option(help="Carried out otherwise, such as rematerialize=blocks.", show_default=False),
+    ] = None,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="As if attention scores and whole logits were never stored.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print every derived number before anything runs: sizes, costs, memory of a device, comparable drops.
 
     Example: `ladder plan tiny`
     """
     from rungwise.ladder import console, plan_table
     from rungwise.ladder.family import load_family
+    from rungwise.ladder.memory import parse_bytes
     from rungwise.ladder.plan import plan_ladder
 
-    result = plan_ladder(load_family(family)).to_dict()
+    size = parse_bytes(device_memory) if device_memory else None
+    made = plan_ladder(load_family(family), mesh=mesh, execution=execution, device_memory=size, fused=fused)
+    result = made.to_dict()
     if as_json:
         console.print_json(result)
     else:
@@ -71,6 +91,18 @@ def run(
         list[str] | None, typer.Option(help="Train this rung only; may be repeated.", show_default=False)
     ] = None,
     hero: Annotated[bool, typer.Option("--hero", help="Train the hero instead of the rungs.")] = False,
+    launcher: Annotated[Launcher, typer.Option(help="Train here, or hand each rung to Slurm as a job.")] = "local",
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(help="Option of sbatch, as time=2-00:00:00; may be repeated.", show_default=False),
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes of one run under Slurm, over all its nodes.")] = 1,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Fields of the family's mesh for this call, as data=2,expert=4.", show_default=False),
+    ] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores for runs side by side; else all.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory for runs side by side, as 16GB; else no limit.")] = None,
     home: Home = None,
     tracking: Tracking = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress view.")] = False,
@@ -84,12 +116,33 @@ def run(
     """
     from rungwise.ladder import console, status, tables
     from rungwise.ladder.home import resolve_home
-    from rungwise.ladder.run import run_ladder
+    from rungwise.ladder.memory import parse_bytes
+    from rungwise.ladder.processes import is_first
+    from rungwise.ladder.run import Budget, run_ladder, usable_cores
+    from rungwise.ladder.slurm import JobOptions
 
     if rung and hero:
         raise ValueError("--rung and --hero exclude each other; run the ladder first, then the hero")
+    if launcher == "local" and (sbatch or processes > 1):
+        raise ValueError("--sbatch and --processes are for Slurm; add --launcher slurm")
+    words = ("--mesh", mesh) if mesh else ()
+    options = JobOptions(sbatch=tuple(sbatch or ()), processes=processes, run_options=words)
+    jobs = options if launcher == "slurm" else None
+    budget = Budget(cores=cores or usable_cores(), memory=None if memory is None else parse_bytes(memory))
     folder, runs = resolve_home(home), tuple(rung) if rung else None
-    run_ladder(family, home=folder, runs=runs, hero=hero, tracking=tracking, progress=not quiet)
+    run_ladder(
+        family,
+        home=folder,
+        runs=runs,
+        hero=hero,
+        tracking=tracking,
+        progress=not quiet,
+        jobs=jobs,
+        mesh=mesh,
+        budget=budget,
+    )
+    if not is_first():
+        return
     result = status.family_status(family, home=folder)
     if as_json:
         console.print_json(result)
@@ -111,6 +164,34 @@ def show_status(family: Family, *, home: Home = None, as_json: Json = False) -> 
         console.print_json(result)
     else:
         console.print_result(tables.status_table(result))
+
+
+@app.command()
+def cancel(
+    family: Family,
+    *,
+    rung: Annotated[
+        list[str] | None, typer.Option(help="End this run's job only; may be repeated.", show_default=False)
+    ] = None,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """End the Slurm jobs of a family's runs; what they have saved stays, and `ladder run` goes on from it.
+
+    Example: `ladder cancel tiny --rung d64`
+    """
+    from rungwise.ladder import console
+    from rungwise.ladder.family import load_family
+    from rungwise.ladder.home import family_folder, resolve_home
+    from rungwise.ladder.slurm import cancel_jobs
+
+    ended = cancel_jobs(family_folder(resolve_home(home), load_family(family).name), rung)
+    if as_json:
+        console.print_json({"family": family, "cancelled": [{"run": job.run, "job": job.job} for job in ended]})
+    for job in () if as_json else ended:
+        print(f"{job.run}: job {job.job} cancelled")
+    if not (ended or as_json):
+        console.log("no living job of these runs")
 
 
 @app.command()
@@ -149,50 +230,8 @@ def forecast(
         console.print_result(tables.backtest_table(held_out))
 
 
-@app.command(name="watch")
-def watch_run(
-    family: Family,
-    *,
-    run: Annotated[str, typer.Option(help="The run to judge.")] = "hero",
-    once: Annotated[bool, typer.Option("--once", help="Judge what is there and leave: the default.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Keep judging until the run ends.")] = False,
-    replay: Annotated[bool, typer.Option("--replay", help="Judge from the start; write nothing.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks of --follow.")] = 5.0,
-    give_up: Annotated[
-        float, typer.Option(min=0.0, help="Seconds --follow waits for a run that stopped unfinished to go on.")
-    ] = 600.0,
-    home: Home = None,
-    tracking: Tracking = None,
-    as_json: Json = False,
-) -> None:
-    """Judge a run against the registered forecast and the ladder.
-
-    A run whose folder is not here is read from the MLflow store, if an address is given.
-
-    Exit code 0 healthy, 2 bad input, 3 could not judge, 10 alert open, 130 interrupted.
-
-    Example: `ladder watch tiny --follow`
-    """
-    from rungwise.ladder import console
-
-    if once + follow + replay > 1:
-        raise ValueError("--once, --follow and --replay exclude each other; give one")
-    with _could_not_judge(unless=ValueError):
-        from rungwise.ladder import tables, watch
-        from rungwise.ladder.home import resolve_home
-
-        folder = resolve_home(home)
-        runs = watch.load_watched(family, run, home=folder, tracking=tracking)
-    with _could_not_judge():
-        if follow:
-            verdict = watch.follow_run(runs, run, home=folder, tracking=tracking, every=every, give_up=give_up)
-        else:
-            verdict = watch.judge_loaded(runs, run) if replay else watch.judge_run(runs, run, home=folder)
-        if as_json:
-            console.print_json(verdict.to_dict())
-        else:
-            console.print_result(tables.verdict_table(verdict.to_dict()))
-    raise typer.Exit(watch.EXIT_CODES[verdict.state])
+for _name, _verb in (("watch", cli_watch.watch_run), ("event", cli_watch.declare)):
+    app.command(name=_name)(_verb)
 
 
 @app.command()
@@ -251,26 +290,6 @@ def run_demo(
         console.print_result(tables.demo_table(result))
 
 
-@contextmanager
-def _could_not_judge(*, unless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Ends the command with one line and its own exit code for any error but bad input."""
-    try:
-        yield
-    except unless:
-        raise
-    except Exception as error:
-        from rungwise.ladder.console import one_line
-
-        _fail(f"could not judge: {type(error).__name__}: {one_line(error)}", code=COULD_NOT_JUDGE)
-
-
-def _show_traceback_if_asked() -> None:
-    if os.environ.get("RUNGWISE_TRACEBACK"):
-        import traceback
-
-        traceback.print_exc()
-
-
 def main() -> NoReturn:
     """Runs the command line and exits; bad input is one line on standard error and exit code 2, a failed run 1."""
     usage_error = cast(type[Exception], typer.BadParameter.__mro__[1])  # typer does not export its name
@@ -283,8 +302,11 @@ def main() -> NoReturn:
     except typer.Abort:
         code = INTERRUPTED
     except RuntimeError as error:
+        from rungwise.ladder.preemption import Preempted
         from rungwise.ladder.run import RunFailed
 
+        if isinstance(error, Preempted):
+            _fail(error, code=PREEMPTED)
         if not isinstance(error, RunFailed):
             raise
         _fail(error, code=RUN_FAILED)
@@ -298,7 +320,7 @@ def _usage_message(error: Exception) -> str:
 def _fail(error: Exception | str, *, code: int = BAD_INPUT) -> NoReturn:
     from rungwise.ladder import console
 
-    _show_traceback_if_asked()
+    show_traceback_if_asked()
     if error:  # empty where the help was printed in its stead
         console.print_error(error)
     sys.exit(code)

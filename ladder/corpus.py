@@ -13,7 +13,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final, Literal, NamedTuple
 
@@ -72,6 +72,7 @@ class Corpus:
     Args:
         sha256: hash over ids, subsets and texts, whatever file or order they came in.
         num_left_out: documents without text, or with the text of another one.
+        is_mixed: subsets are sources, whose training text is kept apart.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Corpus:
     sha256: str
     licence: str
     num_left_out: int = 0
+    is_mixed: bool = False
 
     def split(self, split: Split) -> tuple[Document, ...]:
         return tuple(document for document in self.documents if document.split == split)
@@ -113,6 +115,40 @@ def load_corpus(spec: str | Path) -> Corpus:
             f"corpus {spec}: hash {corpus.sha256}, not {shipped.sha256}: the file changed; reinstall rungwise"
         )
     return corpus
+
+
+def mix_corpora(sources: Iterable[tuple[str, Corpus, tuple[str, ...]]]) -> Corpus:
+    """Sources as one corpus: each document's subset is its source's name, and what was held out stays held out.
+
+    Args:
+        sources: name, corpus, and the subsets of it that belong to the source (none: all).
+    Raises:
+        ValueError: an unknown subset, a source without text to train on, or a text that one source holds out and
+            another trains on.
+    """
+    documents: list[Document] = []
+    digest = hashlib.sha256()
+    for name, corpus, subsets in sorted(sources, key=lambda source: source[0]):
+        known = sorted({document.subset for document in corpus.documents})
+        for subset in subsets:
+            if subset not in known:
+                raise ValueError(
+                    f"source {name}: corpus {corpus.name} has no subset {subset!r}, only {', '.join(known)}"
+                )
+        chosen = [document for document in corpus.documents if not subsets or document.subset in subsets]
+        if not any(document.split == "train" for document in chosen):
+            raise ValueError(f"source {name}: no document to train on; give it more text")
+        digest.update(f"{name}\0{corpus.sha256}\0{','.join(sorted(subsets))}\0".encode())
+        documents += [replace(document, subset=name) for document in chosen]
+    held_out = {document.text: document for document in documents if document.split == "held_out"}
+    for document in documents:
+        other = held_out.get(document.text)
+        if document.split == "train" and other is not None:
+            raise ValueError(
+                f"source {document.subset} trains on document {document.id!r}, which source {other.subset} holds out as"
+                f" {other.id!r}; take it out of one of them"
+            )
+    return Corpus("mixed", tuple(documents), digest.hexdigest(), "of its sources", is_mixed=True)
 
 
 def hash_records(records: Iterable[Record]) -> str:

@@ -1,21 +1,22 @@
 """The text of a run, ready to train on: corpus, tokenizer, batches and held-out windows together. Imports no jax."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rungwise.ladder.batches import Batches, HeldOut, check_budget, count_windows, held_out_windows
-from rungwise.ladder.corpus import load_corpus
+from rungwise.ladder.batches import Batches, HeldOut, held_out_windows, source_ranges
 from rungwise.ladder.family import RunConfig
 from rungwise.ladder.home import make_folder
+from rungwise.ladder.mixture import Stretch, check_budget, lay_out
+from rungwise.ladder.phases import longest_context, planned_stretches, source_names
+from rungwise.ladder.sources import build_corpus
 from rungwise.ladder.tokenizer import Tokens, build_tokenizer, tokenize
-
-DEFAULT_CORPUS = "python-docs"
 
 
 class RunData(NamedTuple):
     """Text of a run, ready to train on."""
 
+    tokens: Tokens
     batches: Batches
     held_out: HeldOut
     corpus_hash: str
@@ -23,7 +24,7 @@ class RunData(NamedTuple):
 
 def load_tokens(config: RunConfig, cache: Path) -> Tokens:
     """The run's corpus in its tokenizer's ids."""
-    corpus = load_corpus(config.data.path or DEFAULT_CORPUS)
+    corpus = build_corpus(config.data)
     tokenizer = build_tokenizer(
         corpus, kind=config.data.tokenizer, vocab_size=config.model.vocab_size, cache=make_folder(cache)
     )
@@ -40,17 +41,22 @@ def load_data(config: RunConfig, cache: Path) -> RunData:
     batches = make_batches(config, tokens)
     batches.check_budget(config.steps)
     held_out = held_out_windows(tokens, seq_len=config.model.seq_len, count=config.evaluation.num_sequences)
-    return RunData(batches, held_out, tokens.corpus_hash)
+    return RunData(tokens, batches, held_out, tokens.corpus_hash)
 
 
-def make_batches(config: RunConfig, tokens: Tokens) -> Batches:
-    """Training batches of a run, in its own order."""
+def make_batches(config: RunConfig, tokens: Tokens, stretches: Sequence[Stretch] | None = None) -> Batches:
+    """Training batches of a run, in its own order.
+
+    Args:
+        stretches: how batches are made from which step on; absent: as the run's phases are planned.
+    """
     return Batches(
         tokens,
-        seq_len=config.model.seq_len,
-        batch_size=config.batch_size,
+        stretches or planned_stretches(config),
         seed=config.seed,
         max_epochs=config.data.max_epochs,
+        block=longest_context(config),
+        share=config.text_share,
     )
 
 
@@ -60,17 +66,15 @@ def check_budgets(runs: Iterable[RunConfig], cache: Path) -> None:
     Raises:
         ValueError: a run would see more epochs than its `max_epochs`; names the run.
     """
-    known: dict[tuple[str | None, str, int], int] = {}
+    known: dict[tuple[object, ...], list[int]] = {}
     for run in runs:
-        key = (run.data.path, run.data.tokenizer, run.model.vocab_size)
+        names = source_names(run)
+        key = (run.data.path, run.data.sources, run.data.tokenizer, run.model.vocab_size)
         if key not in known:
-            known[key] = load_tokens(run, cache).train.num_tokens
+            ranges = source_ranges(load_tokens(run, cache).train, len(names))
+            known[key] = [end - begin for begin, end in ranges]
         try:
-            check_budget(
-                count_windows(known[key], seq_len=run.model.seq_len),
-                steps=run.steps,
-                batch_size=run.batch_size,
-                max_epochs=run.data.max_epochs,
-            )
+            parts = lay_out(planned_stretches(run), known[key], block=longest_context(run), share=run.text_share)
+            check_budget(parts, steps=run.steps, max_epochs=run.data.max_epochs, names=names)
         except ValueError as error:
             raise ValueError(f"run {run.run}: {error}") from error

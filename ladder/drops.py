@@ -18,9 +18,12 @@ from rungwise.analysis.records import CONFIG_FILE, read_json
 from rungwise.analysis.source import load_layers
 from rungwise.comm.buffers import buffer_rows, row_bytes
 from rungwise.comm.config import SPILLING, TRANSPORTS, TransportConfig
-from rungwise.comm.drop_study import Drops, calibrate, concentration_of, simulate
+from rungwise.comm.drop_study import Drops, calibrate, simulate
 from rungwise.comm.routing import Traffic, balanced
+from rungwise.ladder.course import course_of, load_events, segment_at
+from rungwise.ladder.drops_context import likeness, traffic_of
 from rungwise.ladder.drops_published import GROUPS, TRAINED, Group
+from rungwise.ladder.family import RunConfig
 
 CAPACITIES = ("1.0", "1.15", "1.5")
 
@@ -175,36 +178,24 @@ def read_run(folder: str | Path, *, step: int | None = None) -> Measured:
         ValueError: no such run, or nothing logged at that step.
     """
     folder = Path(folder)
-    config = read_json(folder / CONFIG_FILE)["config"]
-    if not {"model", "transport", "data_replicas", "sequences_per_rank"} <= set(config):
+    stored = read_json(folder / CONFIG_FILE)["config"]
+    if not {"model", "transport", "data_replicas", "sequences_per_rank"} <= set(stored):
         raise ValueError(f"run {folder} says nothing of its model and transport; give a run trained here, or --counts")
-    model = config["model"]
     tables = {name: load_layers(folder, f"moe/{name}").dropna() for name in ("frequency_deviation", *_DROPS)}
     deviations = tables["frequency_deviation"]
     if deviations.empty or (step is not None and step not in deviations.index):
         raise ValueError(f"run {folder} logged no expert loads at step {step}; give a logged step, or train it first")
     at = int(deviations.index[-1]) if step is None else step
-    transport = TransportConfig(**config["transport"])
-    tokens_per_rank = config["sequences_per_rank"] * model["seq_len"]
-    shape = Traffic(
-        num_ranks=transport.num_ranks,
-        tokens_per_rank=tokens_per_rank,
-        num_experts=transport.num_experts,
-        top_k=transport.top_k,
-        documents_per_rank=config["sequences_per_rank"],
-        seed=config["seed"],
-    )
-    assignments = config["data_replicas"] * transport.num_ranks * tokens_per_rank * transport.top_k
-    deviation = [float(value) for value in deviations.loc[at]]
-    skews = [concentration_of(c, num_experts=transport.num_experts, assignments=assignments) for c in deviation]
-    drops = {name: float(tables[name].loc[at].mean()) for name in _DROPS}
+    course = course_of(RunConfig.model_validate(stored), load_events(folder))
+    config = segment_at(course, at).config  # context and transport may have changed on the way
+    model = config.model
     return Measured(
-        run=f"{config['family']}/{config['run']}",
+        run=f"{config.family}/{config.run}",
         step=at,
-        traffics=tuple(dataclasses.replace(shape, concentration=skew) for skew in skews),
-        config=transport,
-        **drops,
-        sizes=Sizes(width=model["latent_dim"] or model["hidden_dim"], inner=model["expert_dim"], itemsize=4),
+        traffics=tuple(traffic_of(config, float(deviation)) for deviation in deviations.loc[at]),
+        config=config.transport,
+        **{name: float(tables[name].loc[at].mean()) for name in _DROPS},
+        sizes=Sizes(width=model.routed_dim, inner=model.expert_dim, itemsize=4),
     )
 
 
@@ -256,6 +247,7 @@ def study_result(
     *,
     run: Path | None = None,
     step: int | None = None,
+    context: int | None = None,
     counts: Path | None = None,
     draws: int = 3,
     sizes: Sizes | None = None,
@@ -266,12 +258,15 @@ def study_result(
     Args:
         shape: assumed traffic; of no effect where a run is given.
         run, counts: measured routing instead, `read_run` and `read_counts`.
+        context: another length for a measured run: as many tokens a rank in fewer or more documents.
         options: of `make_configs`.
     Raises:
         ValueError: bad numbers, or both run and counts.
     """
     if run is not None and counts is not None:
         raise ValueError("--run and --counts exclude each other; give one")
+    if context is not None and run is None:
+        raise ValueError(f"--context {context} needs --run: it is another length of a measured run")
     if run is None:
         traffics = (shape,) if counts is None else read_counts(counts, shape)
         rows = study(traffics, make_configs(traffics[0], **options), draws=draws, sizes=sizes)
@@ -280,20 +275,20 @@ def study_result(
     configs = make_configs(measured.traffics[0], **options)
     configs = [measured.config, *(config for config in configs if config != measured.config)]
     traffics = [dataclasses.replace(traffic, seed=shape.seed) for traffic in measured.traffics]
-    tilt = _likeness(traffics, measured, draws=draws)
-    traffics = [dataclasses.replace(traffic, document_tilt=tilt) for traffic in traffics]
+    many = [dataclasses.replace(traffic, seed=traffic.seed + draw) for traffic in traffics for draw in range(draws)]
+    tilt = likeness(many, measured.config, measured.drop_fraction)
+    traffics = [dataclasses.replace(_at_context(traffic, context), document_tilt=tilt) for traffic in traffics]
     rows = study(traffics, configs, draws=draws, sizes=measured.sizes)
     own = {name: getattr(measured, name) for name in ("run", "step", *_DROPS)}
     return {"traffic": describe(traffics[0]), "measured": own, "rows": rows}
 
 
-def _likeness(traffics: Sequence[Traffic], measured: Measured, *, draws: int) -> float:
-    """The document tilt that makes the run's own transport drop what it did; 0 where popularity alone drops as much."""
-    many = [dataclasses.replace(traffic, seed=traffic.seed + draw) for traffic in traffics for draw in range(draws)]
-    try:
-        return calibrate(many, measured.config, measured.drop_fraction, by="document_tilt", low=0.02, high=3.0)
-    except ValueError:
-        return 0.0
+def _at_context(traffic: Traffic, context: int | None) -> Traffic:
+    if context is None:
+        return traffic
+    if context < 1 or traffic.tokens_per_rank % context:
+        raise ValueError(f"--context {context} does not divide the {traffic.tokens_per_rank} tokens of a rank")
+    return dataclasses.replace(traffic, documents_per_rank=traffic.tokens_per_rank // context)
 
 
 def published_result(*, log: Callable[[str], None] | None = None) -> dict[str, Any]:

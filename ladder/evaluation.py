@@ -2,37 +2,35 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from rungwise.ladder.batches import HeldOut
+from rungwise.ladder.engine import Engine
 from rungwise.ladder.family import RunConfig
-from rungwise.ladder.step import TrainState, make_eval_step
 from rungwise.ladder.tokenizer import bits_per_byte
 
 DROPLESS_SEQUENCES = 64
 """Sequences evaluated together without drops; how many changes no loss."""
 
-EvalStep = Callable[[TrainState, jax.Array], jax.Array]
+EvalStep = Callable[[Any, np.ndarray], np.ndarray | jax.Array]
 
 
-def held_out_losses(
-    step: EvalStep, state: TrainState, held_out: HeldOut, *, batch: int
-) -> Float[np.ndarray, " windows"]:
+def held_out_losses(step: EvalStep, state: Any, held_out: HeldOut, *, batch: int) -> Float[np.ndarray, " windows"]:
     """Loss of every window, nats per token.
 
     Args:
         batch: windows evaluated together; a divisor of their number.
     """
     windows = held_out.windows
-    parts = [step(state, jnp.asarray(windows[at : at + batch])) for at in range(0, len(windows), batch)]
+    parts = [step(state, windows[at : at + batch]) for at in range(0, len(windows), batch)]
     return np.concatenate([np.asarray(part, np.float64) for part in parts])
 
 
-def dropless_losses(step: EvalStep, state: TrainState, held_out: HeldOut) -> Float[np.ndarray, " windows"]:
+def dropless_losses(step: EvalStep, state: Any, held_out: HeldOut) -> Float[np.ndarray, " windows"]:
     """`held_out_losses` of a step without drops, in as large parts as divide the windows."""
     return held_out_losses(step, state, held_out, batch=math.gcd(len(held_out.windows), DROPLESS_SEQUENCES))
 
@@ -40,7 +38,7 @@ def dropless_losses(step: EvalStep, state: TrainState, held_out: HeldOut) -> Flo
 class Evaluator:
     """Loss on the fixed held-out windows, without any effect on the run's state."""
 
-    def __init__(self, config: RunConfig, held_out: HeldOut):
+    def __init__(self, config: RunConfig, held_out: HeldOut, engine: Engine):
         count = len(held_out.windows)
         if count % config.batch_size:
             raise ValueError(
@@ -48,10 +46,10 @@ class Evaluator:
                 f" of run {config.run}; choose one that is"
             )
         self._held_out, self._batch = held_out, config.batch_size
-        self._dropless = jax.jit(make_eval_step(config))
-        self._dropping = jax.jit(make_eval_step(config, dropping=True))
+        self._dropless = engine.eval_step(config)
+        self._dropping = engine.eval_step(config, dropping=True)
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
+    def evaluate(self, state: Any) -> dict[str, float]:
         """Dropless loss, overall, by subset and in bits per byte."""
         losses = dropless_losses(self._dropless, state, self._held_out)
         loss = float(np.mean(losses))
@@ -63,7 +61,7 @@ class Evaluator:
         bits = bits_per_byte(loss, bytes_per_token=self._held_out.bytes_per_token)
         return {"eval/loss": loss, "eval/bits_per_byte": bits, **subsets}
 
-    def evaluate_dropping(self, state: TrainState) -> dict[str, float]:
+    def evaluate_dropping(self, state: Any) -> dict[str, float]:
         """Loss through the training transport at the training batch, whose size decides what is dropped."""
         return {
             "eval_dropping/loss": float(

@@ -12,6 +12,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rungwise.comm.config import TransportConfig
+from rungwise.ladder.actions import ActionsConfig
+from rungwise.ladder.branch_config import Start
+from rungwise.ladder.data_config import ContextPhases, DataConfig, check_context
+from rungwise.ladder.mesh_config import MeshConfig, check_mesh, check_pipeline
 from rungwise.ladder.optimizer_config import LearningRateLaw, OptimizerConfig, OptimizerSection
 from rungwise.model.accounting import count_params
 from rungwise.model.config import Architecture, ModelConfig, Record
@@ -38,14 +42,6 @@ class Recipe(Architecture):
             if (getattr(self, first) is None) == (getattr(self, second) is None):
                 raise ValueError(f"{first} and {second}: give exactly one of the two")
         return self
-
-
-class DataConfig(Record):
-    """Where text comes from."""
-
-    path: str | None = Field(default=None, description="folder of text, JSONL or Parquet; absent: the shipped corpus")
-    tokenizer: Literal["bytes", "bpe"]
-    max_epochs: float = Field(gt=0, description="more passes over the text than this are refused")
 
 
 class TransportSection(Record):
@@ -94,6 +90,7 @@ class RungSpec(Record):
 
     hidden_dim: int = Field(ge=2)
     data_replicas: int = Field(default=1, ge=1, description="copies of the expert group, each with its own sequences")
+    mesh: MeshConfig | None = Field(default=None, description="absent: the family's")
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     override: dict[str, Any] = Field(
         default_factory=dict, description="any ModelConfig field, or tokens, steps, learning_rate"
@@ -135,7 +132,7 @@ class RunConfig(Record):
 
     family: str
     run: str
-    role: Literal["rung", "hero"]
+    role: Literal["rung", "hero", "branch", "engineering"]
     rung: str
     seed: int
     model: ModelConfig
@@ -146,10 +143,42 @@ class RunConfig(Record):
     learning_rate: float = Field(gt=0)
     optimizer: OptimizerConfig
     execution: ExecutionConfig = ExecutionConfig()
+    mesh: MeshConfig = Field(default=MeshConfig(), exclude=True, description="no part of a run's identity")
     data: DataConfig
+    context: ContextPhases = ()
+    text_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        exclude_if=lambda share: share == 1.0,
+        description="part of each source that is read: a rung's, where it repeats text as often as the hero",
+    )
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    actions: ActionsConfig = Field(default=ActionsConfig(), exclude_if=lambda actions: actions == ActionsConfig())
+    start: Start | None = Field(
+        default=None, exclude_if=lambda start: start is None, description="of a branch; absent: from the first step"
+    )
     threads: int = Field(ge=1, description="of the CPU backend; part of a run's identity, since bits depend on it")
+
+    @model_validator(mode="after")
+    def _check_context(self) -> Self:
+        tokens_per_rank = self.sequences_per_rank * self.model.seq_len
+        check_context(self.context, seq_len=self.model.seq_len, tokens_per_rank=tokens_per_rank, run=self.run)
+        return self
+
+    @model_validator(mode="after")
+    def _check_mesh(self) -> Self:
+        ranks = self.transport.num_ranks
+        check_mesh(self.mesh, run=self.run, data_replicas=self.data_replicas, num_ranks=ranks)
+        check_pipeline(
+            self.mesh,
+            run=self.run,
+            num_layers=self.model.num_layers,
+            replicas_here=self.data_replicas // self.mesh.data,
+            microbatches=self.execution.microbatches,
+        )
+        return self
 
     @model_validator(mode="after")
     def _check_microbatches(self) -> Self:
@@ -201,9 +230,12 @@ class LadderConfig(Record):
     learning_rate: LearningRateLaw
     optimizer: OptimizerSection
     execution: ExecutionConfig = ExecutionConfig()
+    mesh: MeshConfig = MeshConfig()
     data: DataConfig
+    context: ContextPhases = ()
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    actions: ActionsConfig = ActionsConfig()
     rungs: tuple[RungSpec, ...] = Field(min_length=1)
     hero: RungSpec
     published: tuple[PublishedFigures, ...] = ()
@@ -266,11 +298,19 @@ class LadderConfig(Record):
             learning_rate=spec.override.get("learning_rate", peak),
             optimizer=self.optimizer.resolve(steps=steps, tokens_per_step=tokens_per_step),
             execution=self.execution,
+            mesh=self.mesh if spec.mesh is None else spec.mesh,
             data=self.data,
+            context=self.context,
+            text_share=self._text_share(steps * tokens_per_step) if role == "rung" else 1.0,
             evaluation=self.evaluation,
             checkpoint=self.checkpoint,
+            actions=self.actions,
             threads=self.hero_threads if role == "hero" else self.rung_threads,
         )
+
+    def _text_share(self, tokens: int) -> float:
+        """Of each source for a rung, so that its epochs are the hero's: tokens over the hero's."""
+        return min(1.0, tokens / self.hero_run.tokens) if self.data.simulate_epochs else 1.0
 
     @property
     def rung_runs(self) -> tuple[RunConfig, ...]:

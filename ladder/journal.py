@@ -24,8 +24,20 @@ from rungwise.analysis.records import (
 )
 from rungwise.analysis.vocabulary import EVENT_KINDS, RUN_STATES, SCHEMA_VERSION, dump_json, is_metric_name
 from rungwise.ladder.home import make_folder
+from rungwise.ladder.preemption import Preempted
+from rungwise.ladder.storage import Backlog, StorageTrouble
 
-__all__ = ["Journal", "Records", "append_alert", "append_event", "append_verdict", "read_records", "writer_of"]
+__all__ = [
+    "Journal",
+    "Records",
+    "append_acknowledgement",
+    "append_alert",
+    "append_event",
+    "append_shared",
+    "append_verdict",
+    "read_records",
+    "writer_of",
+]
 
 _LOCK_FILE: Final = "writer.lock"
 
@@ -33,7 +45,10 @@ _LOCK_FILE: Final = "writer.lock"
 class Journal:
     """Writes a run's `metrics.jsonl`; refuses to be the second writer.
 
-    Leaving a `with` block by an exception ends the attempt: `killed` for an interrupt, else `failed`.
+    While the disk takes nothing, records wait in memory and the run goes on; `trouble` says so.
+
+    Leaving a `with` block by an exception ends the attempt: `killed` for an interrupt or a request to stop, else
+    `failed`.
 
     Raises:
         ValueError: another process writes here, or the folder holds another run.
@@ -49,6 +64,8 @@ class Journal:
         except ValueError:
             os.close(self._lock)
             raise
+        self._backlog = Backlog(self._file)
+        self.trouble = StorageTrouble(self.folder, run)
         self._known_names: set[str] = set()
         self._time = 0.0
         self._step = 0
@@ -91,11 +108,14 @@ class Journal:
             raise ValueError(f"state {state!r} ends no attempt; use finished, failed or killed")
         self._append("end", step, {"state": state, **({"reason": reason} if reason else {})})
         self._open = False
+        if (error := self._backlog.flush()) is not None:
+            raise error
         self.sync()
 
     def sync(self) -> None:
         """Force what was written onto the disk; called with each checkpoint."""
-        os.fsync(self._file)
+        if not self._backlog:
+            os.fsync(self._file)
 
     def close(self) -> None:
         """Let another writer in. An attempt left open reads as killed once another follows."""
@@ -110,7 +130,7 @@ class Journal:
     ) -> None:
         try:
             if error is not None and self._open:
-                state = "killed" if isinstance(error, KeyboardInterrupt) else "failed"
+                state = "killed" if isinstance(error, KeyboardInterrupt | Preempted) else "failed"
                 self.end(self._step, state, f"{type(error).__name__}: {error}".splitlines()[0])
         finally:
             self.close()
@@ -128,7 +148,11 @@ class Journal:
         self._step = int(step)
         self._time = _next_time(self._time)
         head = {"kind": kind, "attempt": self.attempt, "step": self._step, "time": self._time}
-        _write_line(self._file, {**head, **body})
+        error = self._backlog.write(_line({**head, **body}))
+        if error is not None:
+            self.trouble.failed("journal", self._step, error)
+        else:
+            self.trouble.worked("journal", self._step)
 
 
 def append_event(folder: str | Path, kind: str, step: int, **details: Any) -> None:
@@ -142,17 +166,22 @@ def append_event(folder: str | Path, kind: str, step: int, **details: Any) -> No
     """
     if kind not in EVENT_KINDS:
         raise ValueError(f"event kind {kind!r} is unknown; use one of {', '.join(EVENT_KINDS)}")
-    _append_shared(Path(folder) / EVENTS_FILE, {"kind": kind, "step": int(step), **details})
+    append_shared(Path(folder) / EVENTS_FILE, {"kind": kind, "step": int(step), **details})
 
 
 def append_alert(folder: str | Path, alert: Mapping[str, Any]) -> None:
     """Record an alert of the watch."""
-    _append_shared(Path(folder) / ALERTS_FILE, {"kind": "alert", **alert})
+    append_shared(Path(folder) / ALERTS_FILE, {"kind": "alert", **alert})
+
+
+def append_acknowledgement(folder: str | Path, rule: str, step: int, **details: Any) -> None:
+    """Record that somebody knows of a rule's alerts from this step on; a `note` may say who and why."""
+    append_shared(Path(folder) / ALERTS_FILE, {"kind": "acknowledgement", "rule": rule, "step": int(step), **details})
 
 
 def append_verdict(folder: str | Path, state: str, step: int) -> None:
     """Record what the watch says of a run from this step on: `healthy`, `alert` or `cannot_judge`."""
-    _append_shared(Path(folder) / ALERTS_FILE, {"kind": "verdict", "state": state, "step": int(step)})
+    append_shared(Path(folder) / ALERTS_FILE, {"kind": "verdict", "state": state, "step": int(step)})
 
 
 def writer_of(folder: str | Path) -> str | None:
@@ -206,7 +235,7 @@ def _open_records(path: Path, lineage: Mapping[str, str]) -> int:
     return file
 
 
-def _append_shared(path: Path, record: Mapping[str, Any]) -> None:
+def append_shared(path: Path, record: Mapping[str, Any]) -> None:
     """Append to a journal that several processes write, one at a time."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -220,8 +249,12 @@ def _append_shared(path: Path, record: Mapping[str, Any]) -> None:
         os.close(lock)
 
 
+def _line(record: Mapping[str, Any]) -> bytes:
+    return dump_json(record).encode() + b"\n"
+
+
 def _write_line(file: int, record: Mapping[str, Any]) -> None:
-    data = dump_json(record).encode() + b"\n"
+    data = _line(record)
     written = os.write(file, data)
     if written != len(data):
         os.write(file, b"\n")

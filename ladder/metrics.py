@@ -36,6 +36,8 @@ def step_metrics(figures: StepFigures) -> tuple[Values, Layers]:
         "train/attention_logit_max": float(np.max(figures.layers.attention_logit_max)),
         "train/residual_rms_max": float(np.max(figures.layers.residual_rms)),
     }
+    if figures.skipped is not None:
+        values["train/skipped"] = float(figures.skipped)
     for prefix, norms in (
         ("grad_norm", figures.group_grad_norms),
         ("update_norm", figures.group_update_norms),
@@ -52,14 +54,13 @@ def step_metrics(figures: StepFigures) -> tuple[Values, Layers]:
     return values, layers
 
 
-def progress_metrics(*, step: int, steps: int, tokens_per_step: int, flops_per_token: float) -> Values:
-    """How far a run is: the trainer's own counters."""
-    tokens = step * tokens_per_step
-    return {
-        "progress/tokens": float(tokens),
-        "progress/flops": tokens * flops_per_token,
-        "progress/fraction": step / steps,
-    }
+def progress_metrics(*, tokens: int, horizon: int, flops: float) -> Values:
+    """How far a run is: the trainer's own counters.
+
+    Args:
+        horizon: tokens of the whole run, as planned now.
+    """
+    return {"progress/tokens": float(tokens), "progress/flops": flops, "progress/fraction": tokens / horizon}
 
 
 def source_metrics(fractions: Mapping[str, float]) -> Values:

@@ -28,7 +28,6 @@ from rungwise.analysis.records import (
     check_schema,
     decode_record,
     read_json,
-    read_records,
 )
 from rungwise.analysis.store import (
     escape_key,
@@ -49,6 +48,7 @@ from rungwise.analysis.vocabulary import (
     TAG_END_REASON,
     TAG_FAMILY,
     TAG_FORECAST_HASH,
+    TAG_JOB,
     TAG_LINEAGE,
     TAG_MIRRORED_BYTES,
     TAG_MIRRORED_TIME,
@@ -59,7 +59,6 @@ from rungwise.analysis.vocabulary import (
     TAG_SCHEMA,
     TAG_SEED,
     TAG_STATE,
-    TAG_WATCH_STATE,
     canonical_json,
     decode_number,
     load_json,
@@ -67,6 +66,7 @@ from rungwise.analysis.vocabulary import (
 from rungwise.ladder.home import FAMILY_FILE, TRACKING_VARIABLE, make_folder
 from rungwise.ladder.journal import writer_of
 from rungwise.ladder.tracking import mark_mirrored
+from rungwise.ladder.watch_tags import write_alert_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -244,9 +244,7 @@ class Copier:
             return
         self.client.log_artifact(self._run, str(path))
         if path.name == ALERTS_FILE:
-            verdicts = [record for record in read_records(path).records if record["kind"] == "verdict"]
-            if verdicts:
-                self.client.set_tag(self._run, TAG_WATCH_STATE, verdicts[-1]["state"])
+            write_alert_tags(self.client, self._run, path)
 
 
 def copy_forecast(client: "MlflowClient", experiment: str, file: Path) -> None:
@@ -280,6 +278,7 @@ def _attempt_tags(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[s
         TAG_CONFIG_HASH: config["config_hash"],
         TAG_CORPUS_HASH: config.get("corpus_hash"),
         TAG_CODE_VERSION: config.get("code_version"),
+        TAG_JOB: start.get("job"),
         TAG_SCHEMA: SCHEMA_VERSION,
     }
     return {name: str(value) for name, value in tags.items() if value is not None}
@@ -313,12 +312,28 @@ def open_experiment(tracking_uri: str, family: str) -> "tuple[MlflowClient, str]
         return client, _find_or_create(client, family, None)
     make_folder(path.parent)
     with _locked(path.with_name(f"{path.name}.lock")):
+        if not path.exists():
+            _create_store(path)
         client = open_client(tracking_uri)
         folder = path.absolute().parent / "mlflow-artifacts" / family
         experiment = _find_or_create(client, family, folder.as_uri())
         with contextlib.closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
     return client, experiment
+
+
+def _create_store(path: Path) -> None:
+    """Makes a SQLite store's tables in a draft that becomes the store when it is whole.
+
+    Whoever is killed in between would else leave a store that MLflow can neither use nor complete.
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    for left in path.parent.glob(f"{draft.name}*"):
+        left.unlink()
+    open_client(f"sqlite:///{draft}").search_experiments()
+    with contextlib.closing(sqlite3.connect(draft)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    draft.replace(path)
 
 
 def _find_or_create(client: "MlflowClient", family: str, artifacts: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import tree_map_with_path
+from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 from jaxtyping import Array, Float, Int
 
 from rungwise.ladder.family import RunConfig
@@ -22,13 +22,16 @@ from rungwise.ladder.optimizer_config import OptimizerConfig
 from rungwise.ladder.parameter_groups import (
     MATRIX_AXES,
     PARAMETERS,
+    Spread,
     Tree,
+    added_by_group,
     fans,
     frobenius_axes,
     matrix_axes,
     parameter_name,
+    whole,
 )
-from rungwise.ladder.schedule import Horizon, horizon_of, learning_rate
+from rungwise.ladder.schedule import Horizon, annealed, horizon_of, learning_rate
 
 Rule = Literal["adam", "muon", "muonh", "adamh"]
 
@@ -67,15 +70,20 @@ def update_rule(name: str, optimizer: str) -> Rule:
     return "adam"
 
 
-def build_optimizer(config: RunConfig, horizon: Horizon | None = None) -> optax.GradientTransformation:
+def build_optimizer(
+    config: RunConfig, horizon: Horizon | None = None, *, spread: Spread = whole
+) -> optax.GradientTransformation:
     """The whole update rule: clip, direction, decay, rate. Computed in float32, kept in the parameters' own type.
+
+    On a mesh each rank updates parts of parameters: any elements of what Adam moves, whole matrices of the rest.
 
     Args:
         horizon: peak and steps to use instead of the run's own; may be traced. The state is the same for all.
+        spread: over which ranks the parts of a parameter lie.
     """
     rule = config.optimizer
     horizon = horizon_of(config) if horizon is None else horizon
-    directions = _directions(rule)
+    directions = _directions(rule, spread)
 
     def init(params: Tree) -> OptimizerState:
         return OptimizerState(jnp.zeros((), jnp.int32), directions.init(params))
@@ -89,14 +97,15 @@ def build_optimizer(config: RunConfig, horizon: Horizon | None = None) -> optax.
         rate, decays = learning_rate(state.step, horizon, rule), _group_decays(state.step, horizon, rule)
 
         def move(path: tuple[Any, ...], direction: jax.Array, param: jax.Array) -> jax.Array:
-            return _move(parameter_name(path), direction, param, rule=rule, rate=rate, decays=decays)
+            name = parameter_name(path)
+            return _move(name, direction, param, rule=rule, rate=rate, decays=decays, spread=spread)
 
         return tree_map_with_path(move, wanted, params), OptimizerState(state.step + 1, inner)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _directions(rule: OptimizerConfig) -> optax.GradientTransformation:
+def _directions(rule: OptimizerConfig, spread: Spread) -> optax.GradientTransformation:
     """Gradient → direction, before any rate: bias-corrected Adam, or orthogonalised Nesterov momentum for matrices.
 
     Beside Muon, Adam's momentum is Nesterov's too, as in Optax's own Muon, with which `tiny` and `laptop` were swept.
@@ -125,7 +134,22 @@ def _directions(rule: OptimizerConfig) -> optax.GradientTransformation:
     if rule.name != "adamw":
         transforms["muon"] = muon
     directions = optax.partition(transforms, labels)
-    return directions if rule.clip_norm is None else optax.chain(optax.clip_by_global_norm(rule.clip_norm), directions)
+    return directions if rule.clip_norm is None else optax.chain(_clip(rule.clip_norm, spread), directions)
+
+
+def _clip(most: float, spread: Spread) -> optax.GradientTransformation:
+    """Scales a gradient whose norm is above `most` down to it."""
+    if spread is whole:
+        return optax.clip_by_global_norm(most)
+
+    def update(grads: Tree, state: Any, _: Tree | None = None) -> tuple[Tree, Any]:
+        squares = added_by_group(
+            ((path, jnp.sum(jnp.square(leaf))) for path, leaf in tree_flatten_with_path(grads)[0]), spread
+        )
+        norm = jnp.sqrt(sum(squares.values(), start=jnp.zeros((), jnp.float32)))
+        return jax.tree.map(lambda leaf: jnp.where(norm < most, leaf, leaf / norm * most), grads), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
 
 
 def _group_decays(step: Int[Array, ""], horizon: Horizon, rule: OptimizerConfig) -> dict[str, Float[Array, ""]]:
@@ -135,7 +159,7 @@ def _group_decays(step: Int[Array, ""], horizon: Horizon, rule: OptimizerConfig)
         return {}
     share = jnp.where(step >= group_decay.start_step, 1.0, 0.0)
     if group_decay.anneal:
-        share *= jnp.clip(1 - step / jnp.asarray(horizon.steps), 0, 1)
+        share *= annealed(step, horizon)
     return {group: decay * share for group, decay in group_decay.decays}
 
 
@@ -147,6 +171,7 @@ def _move(
     rule: OptimizerConfig,
     rate: Float[Array, ""],
     decays: Mapping[str, Float[Array, ""]],
+    spread: Spread,
 ) -> jax.Array:
     """The update of one parameter: a hyperball step, or −rate · (direction + decay · parameter).
 
@@ -156,7 +181,7 @@ def _move(
     if moved_by == "muonh":
         return hyperball_update(param, direction, rate=rate, axes=frobenius_axes(MATRIX_AXES[name]))
     if moved_by == "adamh":
-        return hyperball_update(param, direction, rate=rate, axes=tuple(range(param.ndim)))
+        return hyperball_update(param, direction, rate=rate, axes=tuple(range(param.ndim)), spread=spread(name))
     if moved_by == "muon":
         fan_in, fan_out = fans(param.shape, MATRIX_AXES[name])
         direction = math.sqrt(max(1, fan_out / fan_in)) * direction

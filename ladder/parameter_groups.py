@@ -3,8 +3,10 @@
 A parameter that is not named here is refused: no rule may reach a weight by accident.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,12 @@ import jax.numpy as jnp
 from jax.tree_util import DictKey, tree_flatten_with_path, tree_map_with_path
 from optax.contrib import MuonDimensionNumbers
 
+from rungwise.comm.mesh import Axes, add_over
+
 Tree = Any
+
+Spread = Callable[[str], Axes]
+"""Mesh axes over which the parts of the parameter of this name lie; none where every rank holds all of it."""
 
 
 class Parameter(NamedTuple):
@@ -109,11 +116,42 @@ def matrix_axes(params: Tree) -> Tree:
     return tree_map_with_path(lambda path, _: PARAMETERS[parameter_name(path)].axes, params)
 
 
-def group_norms(tree: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Euclidean norm of a whole tree shaped like the parameters, and of each parameter group."""
-    squares: dict[str, jax.Array] = {}
-    for path, leaf in tree_flatten_with_path(tree)[0]:
-        group = parameter_group(path)
-        squares[group] = squares.get(group, jnp.zeros((), jnp.float32)) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+def whole(name: str) -> Axes:
+    """Spread of parameters on one device."""
+    return ()
+
+
+def group_norms(tree: Tree, spread: Spread = whole) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Euclidean norm of a whole tree named like the parameters, and of each parameter group.
+
+    Args:
+        spread: a square is added over the ranks that hold the parts of a leaf, and counted once where all hold it.
+    """
+    squares = added_by_group(
+        ((path, jnp.sum(jnp.square(leaf.astype(jnp.float32)))) for path, leaf in tree_flatten_with_path(tree)[0]),
+        spread,
+    )
     total = jnp.sqrt(sum(squares.values(), start=jnp.zeros((), jnp.float32)))
     return total, {group: jnp.sqrt(square) for group, square in squares.items()}
+
+
+def added_by_group(
+    figures: Iterable[tuple[tuple[Any, ...], jax.Array]], spread: Spread = whole
+) -> dict[str, jax.Array]:
+    """Sum of a figure of every parameter by group, over all ranks: one sum over ranks for every set of axes.
+
+    Args:
+        figures: place in the tree, and this rank's figure of its part.
+    """
+    own: dict[Axes, dict[str, jax.Array]] = {}
+    groups: dict[str, jax.Array] = {}
+    for path, figure in figures:
+        name = parameter_name(path)
+        group, sums = PARAMETERS[name].group, own.setdefault(spread(name), {})
+        groups.setdefault(group, jnp.zeros((), figure.dtype))
+        sums[group] = sums[group] + figure if group in sums else groups[group] + figure
+    totals = [add_over(sums, axes) for axes, sums in own.items()]
+    for group in groups:
+        first, *others = (sums[group] for sums in totals if group in sums)
+        groups[group] = functools.reduce(operator.add, others, first)
+    return groups

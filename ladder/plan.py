@@ -7,7 +7,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rungwise.ladder.drops_expected import DropConditions, compare_with_hero, drop_conditions
 from rungwise.ladder.family import WHOLE_LADDER, LadderConfig, PublishedFigures, RunConfig
+from rungwise.ladder.memory_check import FamilyMemory, family_memory
+from rungwise.ladder.phases import describe_context, describe_mixture, has_phases
+from rungwise.ladder.plan_phases import PHASE_FLOPS, PhasePlan, describe_epochs, plan_run_phases, source_epochs
 from rungwise.model.accounting import ContextPrice, count_flops, count_params, price_context
 
 CONTEXT_FACTORS = (1, 2, 4, 16, 64)
@@ -63,6 +67,12 @@ class RunPlan:
     tokens_per_rank: int
     sender_capacity_factor: float
     receiver_capacity_factor: float
+    context: str | None = None
+    """Lengths by phase, where they change."""
+    mixture: str | None = None
+    """Weights by phase, where there are sources."""
+    epochs: str | None = None
+    """Passes over what may be read of each source; None without sources, or where their text is not here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +138,13 @@ class LadderPlan:
     """The hero's own first."""
     context: tuple[ContextPrice, ...]
     published: tuple[PublishedComparison, ...]
+    phases: dict[str, tuple[PhasePlan, ...]]
+    """By run; of families whose context or mixture changes on the way, else empty."""
+    epochs: dict[str, dict[str, float]]
+    """By run and source, where there are sources and their text is here."""
+    drops: dict[str, DropConditions]
+    """By run: what its drop figures depend on, what sampling alone drops, what differs from the hero's."""
+    memory: FamilyMemory
 
     @property
     def ladder_flops_share(self) -> float:
@@ -148,7 +165,7 @@ class LadderPlan:
 def plan_run(config: RunConfig) -> RunPlan:
     """Every derived number of one run."""
     model, transport = config.model, config.transport
-    params, flops = count_params(model), count_flops(model)
+    params, phases = count_params(model), plan_run_phases(config)
     return RunPlan(
         name=config.run,
         rung=config.rung,
@@ -177,12 +194,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         batch_size=config.batch_size,
         tokens_per_step=config.tokens_per_step,
         learning_rate=config.learning_rate,
-        flops=config.tokens * flops.total(head=False),
-        flops_with_head=config.tokens * flops.total(head=True),
-        flops_causal=config.tokens * flops.total(head=False, causal=True),
-        flops_causal_with_head=config.tokens * flops.total(head=True, causal=True),
-        flops_everything=config.tokens * flops.total(head=True, everything=True),
-        flops_everything_causal=config.tokens * flops.total(head=True, causal=True, everything=True),
+        **{name: sum(getattr(phase, name) for phase in phases) for name in PHASE_FLOPS},
         optimizer=config.optimizer.name,
         transport=transport.name,
         num_ranks=transport.num_ranks,
@@ -190,6 +202,9 @@ def plan_run(config: RunConfig) -> RunPlan:
         tokens_per_rank=config.sequences_per_rank * model.seq_len,
         sender_capacity_factor=transport.sender_capacity_factor,
         receiver_capacity_factor=transport.receiver_capacity_factor,
+        context=describe_context(config),
+        mixture=describe_mixture(config),
+        epochs=describe_epochs(source_epochs(config)),
     )
 
 
@@ -277,11 +292,20 @@ def rounds_to(ours: float, published: float, *, digits: int | None = None) -> bo
     return float(f"{ours:.{(digits or next(needed)) - 1}e}") == float(published)
 
 
-def plan_ladder(config: LadderConfig) -> LadderPlan:
+def plan_ladder(
+    config: LadderConfig,
+    *,
+    mesh: str | None = None,
+    execution: str | None = None,
+    device_memory: int | None = None,
+    fused: bool = False,
+) -> LadderPlan:
     """The whole family in numbers.
 
+    Args:
+        mesh, execution, device_memory, fused: of the memory a device needs, as `family_memory`.
     Raises:
-        ValueError: a published figure of a quantity that no plan has.
+        ValueError: a published figure of a quantity that no plan has, or a mesh that does not divide a run.
     """
     rungs, hero = tuple(plan_run(run) for run in config.rung_runs), config.hero_run
     plan = LadderPlan(
@@ -293,5 +317,9 @@ def plan_ladder(config: LadderConfig) -> LadderPlan:
         horizons=plan_horizons(config, rungs),
         context=price_context(hero.model, [factor * hero.model.seq_len for factor in CONTEXT_FACTORS]),
         published=(),
+        phases={run.run: plan_run_phases(run) for run in config.runs if has_phases(run)},
+        epochs={run.run: epochs for run in config.runs if (epochs := source_epochs(run)) is not None},
+        drops=compare_with_hero(map(drop_conditions, config.rung_runs), drop_conditions(hero)),
+        memory=family_memory(config, mesh=mesh, execution=execution, device_memory=device_memory, fused=fused),
     )
     return replace(plan, published=compare_published(plan, config.published))

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from rungwise.ladder.memory_table import configurations_table, drops_table, memory_table
 from rungwise.ladder.tables import build_table, percent, quantity, scientific
 
 Row = Mapping[str, Any]
@@ -61,10 +62,18 @@ _QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
 def plan_view(plan: Row) -> RenderableType:
     """The whole plan: every run, the hero by part, what others state, other horizons, longer context."""
     tables: list[RenderableType] = [plan_table(plan), parts_table(plan), token_table(plan)]
+    if plan["phases"]:
+        tables.append(phases_table(plan))
+    if plan["epochs"]:
+        tables.append(epochs_table(plan))
     if len(plan["horizons"]) > 1:
         tables.append(horizons_table(plan))
     if plan["plan_only"]:
         tables.append(context_table(plan))
+    names = [record["name"] for record in _columns(plan)]
+    tables += [memory_table(plan["memory"], names), drops_table(plan["drops"], names)]
+    if plan["memory"]["device_memory"] is not None or plan["plan_only"]:
+        tables.append(configurations_table(plan["memory"]))
     if plan["published"]:
         tables.append(published_table(plan))
     return Group(*(Padding(table, (0, 0, 1, 0)) for table in tables))
@@ -172,6 +181,44 @@ def token_table(plan: Row) -> Table:
         if value and (more or "everything" not in label):
             cells = (scientific(value / forward), scientific(value), percent(value / sums["everything"]))
             table.add_row(label, *cells, end_section=label == "attention, causal instead")
+    return table
+
+
+def phases_table(plan: Row) -> Table:
+    """Context and mixture of the hero by phase, and what each phase costs; a step keeps its tokens."""
+    phases, hero = plan["phases"]["hero"], plan["hero"]
+    columns = ("steps", "context", "sequences a rank", "window", "query-key", "mixture", "tokens", "FLOPs", "a token")
+    limits = sorted({f"{phase['seq_len']:,}" for phase in phases if phase["max_drop_fraction"] is not None})
+    note = (
+        f"FLOPs without head; a token's over the first phase's. {hero['tokens_per_step']:,} tokens a step throughout."
+    )
+    if limits:
+        note += f" Context {', '.join(limits)} begins only where it drops little enough."
+    table = build_table("phases of the hero", *columns, caption=note)
+    for phase in phases:
+        weights = phase["weights"]
+        table.add_row(
+            f"{phase['first_step'] + 1:,}–{phase['last_step']:,}",
+            f"{phase['seq_len']:,}",
+            f"{phase['sequences_per_rank']:,}",
+            f"{phase['window']:,}",
+            f"{phase['query_key_multiplier']:.4g}",
+            "" if weights is None else ", ".join(f"{name} {weight}" for name, weight in weights.items()),
+            quantity(phase["tokens"]),
+            scientific(phase["flops"]),
+            f"{phase['flops_per_token'] / phases[0]['flops_per_token']:.3f}",
+        )
+    table.add_section()
+    table.add_row("all", *[""] * 5, quantity(hero["tokens"]), scientific(hero["flops"]), "")
+    return table
+
+
+def epochs_table(plan: Row) -> Table:
+    """How often every run reads each source, of what it may read of it."""
+    names = [record["name"] for record in _columns(plan)]
+    table = build_table("epochs of each source", "", *(name for name in names if name in plan["epochs"]))
+    for source in plan["epochs"]["hero"]:
+        table.add_row(escape(source), *(f"{plan['epochs'][name][source]:.3f}" for name in names))
     return table
 
 

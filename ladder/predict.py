@@ -14,8 +14,11 @@ import pandas as pd
 
 from rungwise.analysis.backtest import Backtest, backtest
 from rungwise.analysis.curves import forecast_curve
+from rungwise.analysis.fit import MIN_RUNGS
 from rungwise.analysis.forecast import Forecast, forecast_final
 from rungwise.analysis.leave_out import leave_one_rung_out
+from rungwise.analysis.metric_curves import forecast_metric
+from rungwise.analysis.metric_detectors import COMPARABLE
 from rungwise.analysis.optimum import recipe_gap, sweep_key
 from rungwise.analysis.points import final_eval_loss, final_train_loss, ladder_points, logged_values
 from rungwise.analysis.registry import load_registered, load_registered_mlflow, register
@@ -30,6 +33,8 @@ from rungwise.ladder.tracking import mirror_forecast
 
 CURVE_METRICS: Final = ("eval/loss", "train/loss")
 """Losses whose whole trajectory is forecast and registered."""
+WATCHED_METRICS: Final = ("train/grad_norm", "moe/drop_fraction")
+"""Other quantities whose whole trajectory is, where three rungs logged them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,7 +133,27 @@ def forecast_runs(runs: FamilyRuns, *, level: float = 0.9) -> Forecast:
             final = forecast if metric == forecast.metric else None
             curve = forecast_curve(curves, target, level=level, final=final)
             forecast = forecast.with_curve(curve, metric=metric)
+    for metric in WATCHED_METRICS:
+        curve = _metric_curve(runs, used, metric, level=level)
+        forecast = forecast if curve is None else forecast.with_curve(curve, metric=metric)
     return forecast
+
+
+def _metric_curve(runs: FamilyRuns, used: set[str], metric: str, *, level: float) -> pd.DataFrame | None:
+    """The registered curve of what has no final law, from one run a rung; None where fewer than three can say.
+
+    Drops are forecast from the rungs alone whose transport, capacity and tokens per rank are the hero's.
+    """
+    rungs = [record for record in runs.rungs if record.run in used]
+    if "drop" in metric:
+        hero = _target(runs)
+        rungs = [record for record in rungs if all(record.plan.get(key) == hero.get(key) for key in COMPARABLE)]
+    first = {record.rung: record for record in sorted(rungs, key=lambda record: record.seed, reverse=True)}
+    curves = rung_curves(first.values(), metric).rename(columns={"loss": metric})
+    if len(first) < MIN_RUNGS or set(curves["run"]) != {record.run for record in first.values()}:
+        return None
+    curve = forecast_metric(curves, _target(runs), metric, level=level).rename(columns={"value": "loss"})
+    return curve.clip(upper=1.0) if "fraction" in metric else curve
 
 
 def _target(runs: FamilyRuns) -> dict[str, Any]:

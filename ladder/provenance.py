@@ -1,4 +1,5 @@
-"""What a run was: its resolved config, its hash, code and package versions, written once into `config.json`."""
+"""What a run was: its resolved config, its hash, code and package versions, written once into `config.json`. Its plan
+there follows what is declared of the run on the way."""
 
 import subprocess
 from functools import cache
@@ -8,9 +9,9 @@ from typing import Any
 
 import rungwise
 from rungwise.analysis.records import CONFIG_FILE, read_json
+from rungwise.ladder.course import Course, course_of, plan_course
 from rungwise.ladder.family import RunConfig
 from rungwise.ladder.home import write_json
-from rungwise.ladder.plan import plan_run
 
 PACKAGES = (
     "jax",
@@ -51,7 +52,7 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def run_document(config: RunConfig, *, corpus_hash: str) -> dict[str, Any]:
+def run_document(config: RunConfig, *, corpus_hash: str, course: Course | None = None) -> dict[str, Any]:
     """The content of a run's `config.json`."""
     return {
         "family": config.family,
@@ -63,20 +64,23 @@ def run_document(config: RunConfig, *, corpus_hash: str) -> dict[str, Any]:
         "corpus_hash": corpus_hash,
         "code_version": code_version(),
         "packages": package_versions(),
-        "plan": vars(plan_run(config)),
+        "plan": vars(plan_course(course or course_of(config))),
         "config": config.model_dump(mode="json"),
     }
 
 
-def write_run_config(folder: Path, config: RunConfig, *, corpus_hash: str) -> None:
-    """Writes `config.json`, or checks it against the one that is there.
+def write_run_config(folder: Path, config: RunConfig, *, corpus_hash: str, course: Course | None = None) -> None:
+    """Writes `config.json`, or checks it against the one that is there and brings its plan up to date.
+
+    Args:
+        course: with what was declared since; None leaves the plan that is there.
 
     Raises:
         ValueError: the folder holds this run under another definition; the message names the first field that differs.
     """
     path = folder / CONFIG_FILE
     if not path.exists():
-        write_json(path, run_document(config, corpus_hash=corpus_hash))
+        write_json(path, run_document(config, corpus_hash=corpus_hash, course=course))
         return
     old = read_json(path)
     if old["corpus_hash"] != corpus_hash:
@@ -90,6 +94,8 @@ def write_run_config(folder: Path, config: RunConfig, *, corpus_hash: str) -> No
             f"run {config.run} in {folder} was started with another {where};"
             " restore it, or choose another home with --home"
         )
+    if course is not None and old["plan"] != (plan := vars(plan_course(course))):
+        write_json(path, {name: value for name, value in old.items() if name != "schema"} | {"plan": plan})
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> str:

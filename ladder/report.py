@@ -20,6 +20,7 @@ from rungwise.analysis.fit import UnfitForecast
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.points import final_eval_loss
 from rungwise.analysis.source import RunRecord
+from rungwise.ladder.alert_file import recorded_alerts
 from rungwise.ladder.console import duration
 from rungwise.ladder.home import family_folder, make_folder
 from rungwise.ladder.plan_table import plan_cells
@@ -42,7 +43,7 @@ from rungwise.ladder.report_figures import (
     trajectory_pictures,
 )
 from rungwise.ladder.tables import backtest_text, half_width_text, law_text, loss_text, quantity
-from rungwise.ladder.watch import Verdict, judge_loaded, recorded_alerts
+from rungwise.ladder.watch import Verdict, judge_loaded
 
 Cells = Sequence[Sequence[str]]
 

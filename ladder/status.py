@@ -10,6 +10,7 @@ from rungwise.analysis.records import JOURNAL_FILE, read_records
 from rungwise.analysis.vocabulary import decode_number
 from rungwise.ladder.console import duration
 from rungwise.ladder.journal import writer_of
+from rungwise.ladder.slurm import WAITING, living_jobs
 
 STALE_AFTER: Final = 180.0
 """Seconds without a record after which a run on another machine counts as stale."""
@@ -27,10 +28,22 @@ def family_status(family: str, *, home: Path) -> dict[str, Any]:
     from rungwise.ladder.plan import plan_ladder
 
     plan = plan_ladder(load_family(family)).to_dict()
-    folder = home / plan["family"] / "runs"
+    folder = home / plan["family"]
     planned = (*plan["rungs"], plan["hero"])
-    runs = [run_status(folder / record["name"], steps=record["steps"]) for record in planned]
-    return {"family": plan["family"], "runs": runs}
+    runs = [run_status(folder / "runs" / record["name"], steps=record["steps"]) for record in planned]
+    jobs = {job.run: (job.job, state, reason) for job, state, reason in living_jobs(folder)}
+    return {"family": plan["family"], "runs": [_with_job(run, jobs.get(run["run"])) for run in runs]}
+
+
+def _with_job(run: dict[str, Any], job: tuple[str, str, str] | None) -> dict[str, Any]:
+    """A run's state with the Slurm job that waits or trains for it; a waiting one's run is `queued`."""
+    if job is None:
+        return run | {"job": None}
+    name, state, reason = job
+    if state in WAITING and run["state"] != "done":
+        because = f" ({reason})" if reason not in ("", "None") else ""
+        return run | {"job": name, "state": "queued", "reason": f"job {name} is {state.lower()}{because}"}
+    return run | {"job": name}
 
 
 def run_status(folder: Path, *, steps: int | None = None, now: float | None = None) -> dict[str, Any]:

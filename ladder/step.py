@@ -4,23 +4,25 @@ Figures leave as records with plain field names; `ladder/tracking.py` gives them
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rungwise.ladder.family import ExecutionConfig, RunConfig
-from rungwise.ladder.gradients import make_gradient
+from rungwise.ladder.gradients import WHOLE, Gradient, Share, make_gradient, stages_of
+from rungwise.ladder.layout import EVERYTHING, Layout
 from rungwise.ladder.optimizer import build_optimizer
-from rungwise.ladder.parameter_groups import group_norms
+from rungwise.ladder.parameter_groups import added_by_group, group_norms
 from rungwise.ladder.schedule import Horizon, horizon_of, learning_rate
 from rungwise.model.balance import loss_free_bias, quantile_bias, quantile_level
-from rungwise.model.config import ModelConfig
 from rungwise.model.loss import LossParts, token_losses
 from rungwise.model.methods import build_method, dropless_config
+from rungwise.model.moe import MoeMethod
 from rungwise.model.stats import LayerStats, LayerSums, layer_stats
 from rungwise.model.transformer import forward, init_bias, init_params
 
@@ -50,6 +52,8 @@ class StepFigures(NamedTuple):
     nonfinite: Int[Array, ""]
     counted_tokens: Float[Array, ""]
     """Where it is 0 the loss is NaN and parameters, optimizer and bias stay as they were."""
+    skipped: Int[Array, ""] | None = None
+    """1 where the update was left out; None where none ever is."""
 
 
 TrainStep = Callable[..., tuple[TrainState, StepFigures]]
@@ -70,43 +74,68 @@ def init_state(config: RunConfig) -> TrainState:
 
 
 def next_bias(
-    bias: Float[Array, "layers experts"], sums: LayerSums, margins: jax.Array | None, config: RunConfig
+    bias: Float[Array, "layers experts"],
+    sums: LayerSums,
+    margins: jax.Array | None,
+    config: RunConfig,
+    share: Share = WHOLE,
 ) -> Float[Array, "layers experts"]:
     """The balancing bias of the next step, from the routes of a whole batch.
 
     Args:
-        margins: [layers, tokens, experts], tokens in batch order; None unless balance is `quantile`.
+        sums: of the whole batch.
+        margins: [layers, tokens, experts], this share's tokens in batch order, of all layers or of those of this
+            stage's rows of a pipeline; None unless balance is `quantile`.
     """
     model = config.model
     if model.balance == "loss_free_bias":
         return loss_free_bias(bias, sums.expert_load, step=model.balance_step)
     if margins is None:
         return bias
-    num_ranks = config.data_replicas * config.transport.num_ranks
-    return quantile_bias(jax.vmap(lambda layer: quantile_level(layer, config=model, num_ranks=num_ranks))(margins))
+    num_ranks = config.data_replicas * config.transport.num_ranks // share.devices
+
+    def level(layer: jax.Array) -> jax.Array:
+        return quantile_level(layer, config=model, num_ranks=num_ranks, axes=share.axes)
+
+    levels = jax.vmap(level)(margins)
+    if share.pipe > 1:
+        levels = stages_of(config).gather(levels)
+    return quantile_bias(levels)
 
 
-def make_train_step(config: RunConfig) -> TrainStep:
+def make_train_step(
+    config: RunConfig, *, share: Share = WHOLE, layout: Layout = EVERYTHING, gradient: Gradient | None = None
+) -> TrainStep:
     """One optimizer step: (state, tokens [batch, seq + 1], horizon, weights [batch, seq]) → (state, figures).
 
     `horizon` is the run's own when absent; given as an argument, one compiled program serves runs that differ in it.
     `weights` are 1 for a counted token and 0 for one that is not; all are counted when absent.
+
+    Args:
+        share: the part of a batch this code is given, where it runs on a device of a mesh.
+        layout: what of the parameters and of the optimizer's state lies here.
+        gradient: else that of `ladder/gradients.py`.
     """
-    gradient_of, rule = make_gradient(config, compute_dtype(config.execution)), config.optimizer
+    if gradient is None:
+        gradient = make_gradient(config, compute_dtype(config.execution), share=share, gather=layout.gather_weights)
+    gradient_of, rule = gradient, config.optimizer
 
     def train_step(
         state: TrainState, tokens: jax.Array, horizon: Horizon | None = None, weights: jax.Array | None = None
     ) -> tuple[TrainState, StepFigures]:
         horizon = horizon or horizon_of(config)
-        optimizer = build_optimizer(config, horizon)
+        optimizer = build_optimizer(config, horizon, spread=layout.spread)
         grads, batch = gradient_of(state.params, state.bias, tokens, weights, state.step)
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        bias = next_bias(state.bias, batch.sums, batch.margins, config)
-        grad_norm, group_grads = group_norms(grads)
-        update_norm, group_updates = group_norms(updates)
-        param_norm, group_params = group_norms(params)
-        nonfinite = sum(jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in jax.tree.leaves(grads))
+        grads, parts = layout.reduce(grads), layout.own(state.params)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, parts)
+        parts = optax.apply_updates(parts, updates)
+        bias = next_bias(state.bias, batch.sums, batch.margins, config, share)
+        grad_norm, group_grads = group_norms(grads, layout.spread)
+        update_norm, group_updates = group_norms(updates, layout.spread)
+        param_norm, group_params = group_norms(parts, layout.spread)
+        nonfinite = (
+            (path, jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32)) for path, leaf in tree_flatten_with_path(grads)[0]
+        )
         figures = StepFigures(
             loss=batch.loss,
             layers=layer_stats(batch.sums, bias=state.bias, attention_logit_max=batch.attention_logit_max),
@@ -117,39 +146,56 @@ def make_train_step(config: RunConfig) -> TrainStep:
             param_norm=param_norm,
             group_param_norms=group_params,
             learning_rate=learning_rate(state.step, horizon, rule),
-            nonfinite=jnp.asarray(nonfinite),
+            nonfinite=jnp.asarray(sum(added_by_group(nonfinite, layout.spread).values())),
             counted_tokens=batch.counted_tokens,
         )
-        following = TrainState(params, optimizer_state, bias, state.step + 1)
-        if weights is not None:
-            following = _unless_empty(batch.counted_tokens, following, state)
+        following = TrainState(layout.gather(parts), optimizer_state, bias, state.step + 1)
+        if weights is not None:  # nothing to learn from where no token was counted
+            following = _where(batch.counted_tokens > 0, following, state)
+        if horizon.limits is not None:
+            sound = (batch.loss.loss <= horizon.limits.loss) & (grad_norm <= horizon.limits.grad_norm)  # NaN is neither
+            sound &= jnp.isfinite(batch.loss.loss) & (figures.nonfinite == 0)
+            following = _where(sound, following, state)
+            figures = figures._replace(skipped=(~sound).astype(jnp.int32))
         return following, figures
 
     return train_step
 
 
-def _unless_empty(counted: Float[Array, ""], following: TrainState, state: TrainState) -> TrainState:
-    """The state as it was, but for the step number, where no token was counted: there is nothing to learn from."""
-    kept = jax.tree.map(lambda new, old: jnp.where(counted > 0, new, old), following, state)
+def _where(applied: Bool[Array, ""], following: TrainState, state: TrainState) -> TrainState:
+    """The state after the step, or the state as it was but for the step number."""
+    kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), following, state)
     optimizer = kept.optimizer._replace(step=following.optimizer.step)  # the schedule goes on with the step
     return kept._replace(step=following.step, optimizer=optimizer)
 
 
-def make_eval_step(config: RunConfig, *, dropping: bool = False) -> Callable[[TrainState, jax.Array], jax.Array]:
+def make_eval_step(
+    config: RunConfig, *, dropping: bool = False, share: Share = WHOLE, layout: Layout = EVERYTHING
+) -> Callable[[TrainState, jax.Array], jax.Array]:
     """Mean loss of each sequence: (state, tokens [batch, seq + 1]) → [batch], nats per token. Changes no state.
 
     Args:
-        dropping: through the training transport and its drops instead of dropless on one rank.
+        dropping: through the training transport and its drops instead of dropless, on as few ranks as there are.
     """
     if dropping:
-        method = build_method(config.transport, data_replicas=config.data_replicas)
+        replicas = share.replicas(config)
+        method = build_method(config.transport, data_replicas=replicas, axes=share.axes, expert_devices=share.expert)
     else:
-        method = build_method(_dropless(config.model))
+        dropless = dropless_config(config.model.num_experts, config.model.top_k, num_ranks=share.expert)
+        method = build_method(dropless, axes=share.axes, expert_devices=share.expert)
     dtype = compute_dtype(config.execution)
+    if share.pipe > 1:
+        return _pipeline_eval_step(config, dtype, method)
 
     def eval_step(state: TrainState, tokens: jax.Array) -> jax.Array:
         output = forward(
-            state.params, state.bias, tokens[:, :-1], config=config.model, method=method, compute_dtype=dtype
+            layout.gather_weights("", state.params),
+            state.bias,
+            tokens[:, :-1],
+            config=config.model,
+            method=method,
+            compute_dtype=dtype,
+            gather=partial(layout.gather_weights, "layers."),
         )
         losses, _ = token_losses(output.logits, tokens[:, 1:])
         return jnp.mean(losses, axis=-1)
@@ -157,8 +203,13 @@ def make_eval_step(config: RunConfig, *, dropping: bool = False) -> Callable[[Tr
     return eval_step
 
 
-def _dropless(model: ModelConfig) -> Any:
-    return dropless_config(model.num_experts, model.top_k)
+def _pipeline_eval_step(
+    config: RunConfig, dtype: Any, method: MoeMethod
+) -> Callable[[TrainState, jax.Array], jax.Array]:
+    from rungwise.ladder.pipeline_step import make_pipeline_eval  # which imports no less than this file
+
+    evaluate = make_pipeline_eval(config, dtype, method)
+    return lambda state, tokens: evaluate(state.params, state.bias, tokens)
 
 
 def state_to_tree(state: TrainState) -> dict[str, Any]:

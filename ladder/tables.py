@@ -12,7 +12,14 @@ from rich.table import Table
 from rungwise.analysis.vocabulary import decode_number
 from rungwise.ladder.console import duration
 
-_STATE_STYLES = {"done": "green", "running": "cyan", "stale": "yellow", "failed": "red", "not started": "dim"}
+_STATE_STYLES = {
+    "done": "green",
+    "running": "cyan",
+    "queued": "blue",
+    "stale": "yellow",
+    "failed": "red",
+    "not started": "dim",
+}
 _VERDICT_STYLES = {"healthy": "green", "alert": "red", "cannot_judge": "yellow"}
 _SEVERITY_STYLES = {"info": "dim", "warning": "yellow", "critical": "red"}
 

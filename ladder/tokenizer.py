@@ -159,9 +159,12 @@ def train_bpe(corpus: Corpus, *, vocab_size: int) -> tokenizers.Tokenizer:
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, *, cache: Path | None = None) -> Tokens:
     """Both splits as token streams; with `cache`, encoded once per corpus and tokenizer, then memory-mapped.
 
-    Training documents follow in order of `split_score`, as good as shuffled; held-out ones subset by subset.
+    Training documents follow in order of `split_score`, as good as shuffled, in a mixed corpus source by source;
+    held-out ones subset by subset.
     """
     train = sorted(corpus.split("train"), key=lambda document: split_score(document.id))
+    if corpus.is_mixed:
+        train.sort(key=lambda document: document.subset)
     held_out = sorted(corpus.split("held_out"), key=lambda document: document.subset)
     tokens, lengths = _encode_cached([*train, *held_out], corpus, tokenizer, cache)
     border = int(lengths[: len(train)].sum())

@@ -17,7 +17,7 @@ class Record(BaseModel):
 
     def replace(self, **changes: object) -> Self:
         """The same record with some fields changed, validated like a new one."""
-        return type(self).model_validate({**self.model_dump(), **changes})
+        return type(self).model_validate({**dict(self), **changes})
 
     @property
     def content_hash(self) -> str:

@@ -1,9 +1,12 @@
 """How routed tokens reach their experts: a `comm` transport over ranks, around the model's expert weights.
 
 On one device the ranks are virtual: the batch is cut into data replicas × ranks, and each rank runs the same per-rank
-code with its own experts. Evaluation uses the same function with the `dropless` transport on one rank.
+code with its own experts. On a mesh, inside a `shard_map` over all of its axes, the ranks are dealt out over the
+devices of the axis `expert`, several virtual ones on each where there are more ranks than devices. Evaluation uses the
+same function with the `dropless` transport.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,17 +14,19 @@ import jax.numpy as jnp
 
 from rungwise.comm.config import TransportConfig
 from rungwise.comm.grouped import grouped_matmul
+from rungwise.comm.mesh import EXPERT, Axes
 from rungwise.comm.ranks import Ranks, over_ranks
 from rungwise.comm.transports import route
 from rungwise.model.linear import swiglu
 from rungwise.model.moe import MoeMethod, RoutedOutput
 
-AXIS = "expert"
+AXIS = "rank"
+"""Axis of the virtual ranks of one device; real ones are those of the mesh axis `expert`."""
 
 
-def dropless_config(num_experts: int, top_k: int) -> TransportConfig:
-    """Every assignment computed, on one rank: what evaluation uses."""
-    return TransportConfig(name="dropless", num_experts=num_experts, top_k=top_k, num_ranks=1, num_waves=1)
+def dropless_config(num_experts: int, top_k: int, *, num_ranks: int = 1) -> TransportConfig:
+    """Every assignment computed: what evaluation uses."""
+    return TransportConfig(name="dropless", num_experts=num_experts, top_k=top_k, num_ranks=num_ranks, num_waves=1)
 
 
 def run_experts(weights: dict[str, jax.Array], rows: jax.Array, group_expert: jax.Array | None = None) -> jax.Array:
@@ -55,12 +60,21 @@ def _(size: int, mapped: list[Any], weights: dict[str, jax.Array], rows: jax.Arr
     return jnp.moveaxis(run_experts(weights, merged).reshape(together.shape), -3, 0), True
 
 
-def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMethod:
-    """Routed experts over `data_replicas` groups of `transport.num_ranks` virtual ranks.
+def build_method(
+    transport: TransportConfig, *, data_replicas: int = 1, axes: Axes = (), expert_devices: int = 1
+) -> MoeMethod:
+    """Routed experts over `data_replicas` groups of `transport.num_ranks` ranks.
 
     The batch's sequences are dealt out in order: replica by replica, rank by rank.
+
+    Args:
+        data_replicas: of this device.
+        axes: of the mesh over which the batch is dealt out; none on one device.
+        expert_devices: devices that share the ranks of a replica.
     """
-    ranks = Ranks(AXIS, transport.num_ranks)
+    num_ranks = _ranks_here(transport, expert_devices)
+    axis, over_own = _over_own_ranks(num_ranks, expert_devices)
+    loop = transport.name == "ragged" and axis == EXPERT  # the native exchange knows no vmap
 
     def one_rank(weights: dict[str, jax.Array], tokens: jax.Array, experts: jax.Array, gates: jax.Array) -> Any:
         def expert_fn(rows: jax.Array, group_expert: jax.Array | None = None) -> jax.Array:
@@ -68,23 +82,20 @@ def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMe
                 return _run_experts_of_ranks(weights, rows)
             return run_experts(weights, rows, group_expert)
 
-        return route(tokens, experts, gates, expert_fn, axis=AXIS, config=transport)
+        return route(tokens, experts, gates, expert_fn, axis=axis, config=transport)
 
     def run(latent: jax.Array, experts: jax.Array, gates: jax.Array, weights: dict[str, Any]) -> RoutedOutput:
         batch, seq_len, width = latent.shape
-        group = (data_replicas, transport.num_ranks, batch * seq_len // (data_replicas * transport.num_ranks))
-        if batch % (data_replicas * transport.num_ranks):
+        group = (data_replicas, num_ranks, batch * seq_len // (data_replicas * num_ranks))
+        if batch % (data_replicas * num_ranks):
             raise ValueError(
-                f"batch {batch} does not divide over {data_replicas} replicas × {transport.num_ranks} ranks; change one"
+                f"batch {batch} does not divide over {data_replicas} replicas × {num_ranks} ranks; change one"
             )
-        owned = jax.tree.map(lambda leaf: leaf.reshape(transport.num_ranks, -1, *leaf.shape[1:]), weights)
-        every_replica = jax.vmap(over_ranks(one_rank, ranks), in_axes=(None, 0, 0, 0))
-        result = every_replica(
-            owned, latent.reshape(*group, width), experts.reshape(*group, -1), gates.reshape(*group, -1)
-        )
+        owned = jax.tree.map(lambda leaf: leaf.reshape(num_ranks, -1, *leaf.shape[1:]), weights)
+        parts = (latent.reshape(*group, width), experts.reshape(*group, -1), gates.reshape(*group, -1))
+        every_replica = _in_turn(over_own(one_rank)) if loop else jax.vmap(over_own(one_rank), in_axes=(None, 0, 0, 0))
+        result = every_replica(owned, *parts)
         counts = result.counts
-        rank_load = jnp.sum(counts.rank_load, axis=1).astype(jnp.float32)
-        mean_load = jnp.maximum(jnp.mean(rank_load, axis=-1), 1.0)
         return RoutedOutput(
             output=result.output.reshape(batch, seq_len, width),
             valid=jnp.sum(counts.valid),
@@ -92,7 +103,43 @@ def build_method(transport: TransportConfig, *, data_replicas: int = 1) -> MoeMe
             receiver_dropped=jnp.sum(counts.receiver_dropped),
             tokens_lost_all_routes=jnp.sum(counts.tokens_lost_all_routes),
             expert_load=jnp.sum(counts.expert_load, axis=(0, 1)),
-            rank_load_max_over_mean=jnp.sum(jnp.max(rank_load, axis=-1) / mean_load),
+            rank_load=jnp.sum(counts.rank_load, axis=1),
         )
 
-    return MoeMethod(run=run, data_replicas=data_replicas, num_ranks=transport.num_ranks)
+    return MoeMethod(run=run, data_replicas=data_replicas, num_ranks=num_ranks, axes=axes)
+
+
+def _ranks_here(transport: TransportConfig, expert_devices: int) -> int:
+    if transport.num_ranks % expert_devices:
+        raise ValueError(
+            f"mesh axis expert {expert_devices} does not divide transport.num_ranks {transport.num_ranks};"
+            " choose a divisor"
+        )
+    return transport.num_ranks // expert_devices
+
+
+def _over_own_ranks(num_ranks: int, expert_devices: int) -> tuple[Any, Callable[..., Any]]:
+    """Name of the axis of all ranks, and what runs a rank's code on those of this device, leading dimension rank."""
+    if expert_devices > 1 and num_ranks == 1:
+        return EXPERT, _alone
+    axis = AXIS if expert_devices == 1 else (EXPERT, AXIS)
+    return axis, lambda code: over_ranks(code, Ranks(AXIS, num_ranks))
+
+
+def _alone(code: Callable[..., Any]) -> Callable[..., Any]:
+    """Code of one rank with a leading dimension of one rank, which is real."""
+
+    def run(*args: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[None], code(*jax.tree.map(lambda leaf: leaf[0], args)))
+
+    return run
+
+
+def _in_turn(group: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of weights and one replica's arrays → the same of all replicas', one after the other."""
+
+    def run(weights: Any, *parts: jax.Array) -> Any:
+        results = [group(weights, *(part[index] for part in parts)) for index in range(len(parts[0]))]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+    return run

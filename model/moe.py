@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rungwise.comm.mesh import Axes
 from rungwise.model.balance import balance_loss, margins
 from rungwise.model.config import ModelConfig
 from rungwise.model.linear import gated, linear, side_by_side
@@ -32,8 +33,8 @@ class RoutedOutput(NamedTuple):
     tokens_lost_all_routes: Int[Array, ""]
     expert_load: Int[Array, " experts"]
     """Assignments addressed to each expert, dropped ones included."""
-    rank_load_max_over_mean: Float[Array, ""]
-    """Assignments addressed to the busiest rank over the mean rank, added over data replicas."""
+    rank_load: Int[Array, "replicas ranks"]
+    """Assignments of this part of the batch addressed to each rank of each of its data replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,9 @@ class MoeMethod:
     """(latent [batch, seq, latent], experts [batch, seq, top_k], gates, expert weights) → `RoutedOutput`."""
     data_replicas: int
     num_ranks: int
-    """Ranks of one replica."""
+    """Ranks of one replica; on a mesh, those of this device."""
+    axes: Axes = ()
+    """Axes of the mesh over which the batch is dealt out before; each device then runs its own part of it."""
 
 
 class MoeResult(NamedTuple):
@@ -96,11 +99,12 @@ def moe(
     balance = zero
     if config.balance == "auxiliary_loss":
         parts = method.data_replicas * method.num_ranks
-        balance = balance_loss(logits, routes.experts, scope=config.balance_scope, num_ranks=parts)
+        scope = config.balance_scope
+        balance = balance_loss(logits, routes.experts, scope=scope, num_ranks=parts, axes=method.axes)
     frozen = jax.lax.stop_gradient(logits)
     return MoeResult(
         output,
-        _sums(frozen, jax.lax.stop_gradient(routes), routed, method),
+        _sums(frozen, jax.lax.stop_gradient(routes), routed),
         margins(frozen, routes.threshold) if config.balance == "quantile" else None,
         z_loss,
         balance,
@@ -137,11 +141,10 @@ def _entering(
     return latent, hidden if config.num_shared_experts else None
 
 
-def _sums(logits: jax.Array, routes: Routes, routed: RoutedOutput, method: MoeMethod) -> LayerSums:
+def _sums(logits: jax.Array, routes: Routes, routed: RoutedOutput) -> LayerSums:
     counts = {field: getattr(routed, field) for field in RoutedOutput._fields if field != "output"}
     return LayerSums(
         **token_sums(logits, routes.margin),
         **counts,
-        replicas=jnp.asarray(method.data_replicas, jnp.int32),
         residual_square=jnp.zeros((), jnp.float32),
     )

@@ -1,5 +1,6 @@
 """What a layer reports: sums that add up over microbatches and ranks, and the figures made of them."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 
 class LayerSums(NamedTuple):
-    """Additive figures of one layer; none is differentiated."""
+    """Additive figures of one layer, but for `rank_load`; none is differentiated."""
 
     tokens: Int[Array, "*layers"]
     valid: Int[Array, "*layers"]
@@ -18,9 +19,8 @@ class LayerSums(NamedTuple):
     tokens_lost_all_routes: Int[Array, "*layers"]
     expert_load: Int[Array, "*layers experts"]
     """Assignments addressed to each expert, dropped ones included."""
-    rank_load_max_over_mean: Float[Array, "*layers"]
-    """Added over data replicas."""
-    replicas: Int[Array, "*layers"]
+    rank_load: Int[Array, "*layers replicas ranks"]
+    """Assignments addressed to each rank of each data replica; parts of a batch hold other replicas, in order."""
     probability: Float[Array, "*layers experts"]
     """Softmax router probability, added over tokens."""
     margin: Float[Array, "*layers"]
@@ -74,7 +74,7 @@ def layer_stats(
         sender_drop_fraction=sender,
         receiver_drop_fraction=receiver,
         expert_load_max_over_mean=jnp.max(frequency, axis=-1) * num_experts,
-        rank_load_max_over_mean=sums.rank_load_max_over_mean / sums.replicas,
+        rank_load_max_over_mean=_rank_load_max_over_mean(sums.rank_load),
         dead_experts=jnp.sum(sums.expert_load == 0, axis=-1).astype(jnp.float32),
         router_entropy=-jnp.sum(probability * jnp.log(jnp.maximum(probability, 1e-30)), axis=-1),
         router_bias_abs_max=jnp.max(jnp.abs(bias), axis=-1),
@@ -87,6 +87,24 @@ def layer_stats(
         attention_logit_max=attention_logit_max,
         residual_rms=jnp.sqrt(sums.residual_square / tokens),
     )
+
+
+def _rank_load_max_over_mean(load: Int[Array, "*layers replicas ranks"]) -> Float[Array, "*layers"]:
+    """Load of the busiest rank over the mean rank's, mean over replicas."""
+    wide = load.astype(jnp.float32)
+    ratio = jnp.max(wide, axis=-1) / jnp.maximum(jnp.mean(wide, axis=-1), 1.0)
+    return jnp.sum(ratio, axis=-1) / load.shape[-2]
+
+
+def added(sums: LayerSums, add: Callable[[jax.Array], jax.Array], rank_load: jax.Array) -> LayerSums:
+    """Sums of a whole batch.
+
+    Args:
+        add: adds the parts of one field up.
+        rank_load: of all replicas, [*layers, replicas, ranks].
+    """
+    total = jax.tree.map(add, sums._replace(rank_load=None))
+    return total._replace(rank_load=rank_load)
 
 
 def token_sums(logits: Float[Array, "*tokens experts"], margin: Float[Array, "*tokens"]) -> dict[str, jax.Array]:

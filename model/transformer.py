@@ -184,6 +184,27 @@ def cast_weights(weights: Params, dtype: jnp.dtype) -> Params:
     return jax.tree_util.tree_map_with_path(cast, weights)
 
 
+class LayerFigures(NamedTuple):
+    """What a run of layers yields besides its output; the layers are the leading dimension of every field."""
+
+    sums: LayerSums
+    attention_logit_max: Float[Array, " layers"]
+    margins: Float[Array, "layers tokens experts"] | None
+    """What quantile balancing computes the next bias from."""
+    router_z_loss: Float[Array, " layers"]
+    balance_loss: Float[Array, " layers"]
+
+
+class LayerInputs(NamedTuple):
+    """Everything a layer reads besides the residual stream, stacked over layers."""
+
+    weights: Params
+    bias: Float[Array, "layers experts"]
+    kind: LayerKind
+    key: jax.Array | None
+    """One key of a random generator a layer; None where routing is learned."""
+
+
 def forward(
     params: Params,
     bias: Float[Array, "layers experts"],
@@ -194,6 +215,7 @@ def forward(
     compute_dtype: Any = jnp.float32,
     rematerialize: str = "nothing",
     key: jax.Array | None = None,
+    gather: Callable[[Params], Params] = lambda weights: weights,
 ) -> ModelOutput:
     """Logits of the next token at every position, float32, with per-layer figures.
 
@@ -203,42 +225,76 @@ def forward(
         compute_dtype: of matrix products and activations.
         rematerialize: what the backward pass computes again: `nothing`, `blocks`, or `blocks_keep_communication`.
         key: of a random generator, for random routing; a fixed one when absent.
+        gather: makes the weights of one layer whole, where each rank of a mesh holds a slice of them.
     """
     dtype = jnp.dtype(compute_dtype)
+    x = embed_tokens(params, tokens, config=config, dtype=dtype)
+    layers = LayerInputs(params["layers"], bias, layer_kinds(config), layer_keys(config, key))
+    x, figures = run_layers(layers, x, config=config, method=method, rematerialize=rematerialize, gather=gather)
+    return ModelOutput(logits_of(params, x, config=config), *figures)
 
-    def block(x: jax.Array, layer: tuple[Params, jax.Array, LayerKind, jax.Array | None]) -> tuple[jax.Array, Any]:
-        weights, layer_bias, kind, layer_key = layer
-        weights = cast_weights(weights, dtype)
+
+def embed_tokens(
+    params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig, dtype: Any
+) -> Float[Array, "batch seq hidden"]:
+    """The residual stream before the first layer, in the type of activations."""
+    x = params["embed"][tokens].astype(dtype)  # cast after the look-up: its gradient adds up in float32
+    if config.embed_norm:
+        x = block_norm(x, cast_weights(_outside(params), dtype), "embed_norm", epsilon=config.norm_epsilon)
+    return x
+
+
+def run_layers(
+    layers: LayerInputs,
+    x: Float[Array, "batch seq hidden"],
+    *,
+    config: ModelConfig,
+    method: MoeMethod,
+    rematerialize: str = "nothing",
+    gather: Callable[[Params], Params] = lambda weights: weights,
+) -> tuple[Float[Array, "batch seq hidden"], LayerFigures]:
+    """Consecutive layers, as many as `layers` stacks, in the type of `x`."""
+
+    def block(x: jax.Array, layer: LayerInputs) -> tuple[jax.Array, LayerFigures]:
+        weights = cast_weights(gather(layer.weights), x.dtype)
         conv = weights.get("conv", {})
         normed = block_norm(x, weights, "attention_norm", epsilon=config.norm_epsilon)
-        branch, attention_max = attention(weights["attention"], normed, kind, config=config, conv=conv)
+        branch, attention_max = attention(weights["attention"], normed, layer.kind, config=config, conv=conv)
         x = x + branch
         normed = block_norm(x, weights, "moe_norm", epsilon=config.norm_epsilon)
         result = moe(
-            weights["moe"], layer_bias, normed, config=config, method=method, key=layer_key, conv=conv.get("moe")
+            weights["moe"], layer.bias, normed, config=config, method=method, key=layer.key, conv=conv.get("moe")
         )
         x = x + result.output
         squares = jnp.mean(jnp.square(jax.lax.stop_gradient(x).astype(jnp.float32)), axis=-1)
         sums = result.sums._replace(residual_square=jnp.sum(squares))
-        return x, (sums, attention_max, result.margins, result.router_z_loss, result.balance_loss)
+        return x, LayerFigures(sums, attention_max, result.margins, result.router_z_loss, result.balance_loss)
 
-    layers, outer = params["layers"], {name: leaf for name, leaf in params.items() if name != "layers"}
-    outer = cast_weights(outer, dtype)
-    x = params["embed"][tokens].astype(dtype)  # cast after the look-up: its gradient adds up in float32
-    if config.embed_norm:
-        x = block_norm(x, outer, "embed_norm", epsilon=config.norm_epsilon)
-    unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
-    keys = None if config.routing == "learned" else jax.random.split(_key_or_fixed(key), config.num_layers)
-    scanned = (layers, bias, layer_kinds(config), keys)
-    x, per_layer = jax.lax.scan(_rematerialized(block, rematerialize), x, scanned, unroll=unroll)
+    num_layers = len(layers.bias)
+    unroll = num_layers if num_layers <= MAX_UNROLLED_LAYERS else 1
+    return jax.lax.scan(_rematerialized(block, rematerialize), x, layers, unroll=unroll)
+
+
+def logits_of(
+    params: Params, x: Float[Array, "batch seq hidden"], *, config: ModelConfig
+) -> Float[Array, "batch seq vocab"]:
+    """Logits in float32 of the residual stream after the last layer."""
+    outer = cast_weights(_outside(params), x.dtype)
     x = block_norm(x, outer, "final_norm", epsilon=config.norm_epsilon)
     head = outer["embed"].T if config.tied_head else outer["head"]
-    logits = linear_wide(x.reshape(-1, config.hidden_dim), head)
-    return ModelOutput(logits.reshape(*tokens.shape, config.vocab_size), *per_layer)
+    return linear_wide(x.reshape(-1, config.hidden_dim), head).reshape(*x.shape[:2], config.vocab_size)
 
 
-def _key_or_fixed(key: jax.Array | None) -> jax.Array:
-    return jax.random.key(0) if key is None else key
+def layer_keys(config: ModelConfig, key: jax.Array | None) -> jax.Array | None:
+    """One key a layer for random routing, from `key` or a fixed one; None where routing is learned."""
+    if config.routing == "learned":
+        return None
+    return jax.random.split(jax.random.key(0) if key is None else key, config.num_layers)
+
+
+def _outside(params: Params) -> Params:
+    """The weights that belong to no layer."""
+    return {name: leaf for name, leaf in params.items() if name != "layers"}
 
 
 def _rematerialized(block: Callable[..., Any], mode: str) -> Callable[..., Any]:

@@ -1,8 +1,13 @@
 """A family on disk whose runs follow a planted law: what reading verbs are tested on, without training."""
 
+import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +134,59 @@ def write_part(home: Path) -> Callable[..., None]:
 def planted_loss() -> Callable[[float], float]:
     """The planted law: training FLOPs → final loss, nats."""
     return _planted_loss
+
+
+@dataclass
+class Loopback:
+    """An HTTP receiver on loopback that answers its requests in turn with `answers`, then with 200.
+
+    An answer is a status, or a function that may first take its time. The address carries a password and a token.
+    """
+
+    SECRET = "T0PSECRET-9f2c"
+    answers: list[int | Callable[[], int]]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    """Keys of the messages answered with 200."""
+    address: str = ""
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
+        key = request.headers["Idempotency-Key"]
+        user = request.headers.get("Authorization")
+        self.requests.append({"key": key, "body": body, "time": time.time(), "user": user})
+        answer = self.answers.pop(0) if self.answers else 200
+        status = answer() if callable(answer) else answer
+        if status == 200:
+            self.accepted.append(key)
+        request.send_response(status)
+        for name, value in self.headers.items():
+            request.send_header(name, value)
+        request.end_headers()
+
+    @contextmanager
+    def serving(self, port: int = 0) -> Iterator["Loopback"]:
+        methods = {"do_POST": self.answer, "log_message": lambda *_: None}
+        handler = type("Handler", (BaseHTTPRequestHandler,), {name: _method(call) for name, call in methods.items()})
+        server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        self.address = f"http://me:{self.SECRET}@127.0.0.1:{server.server_port}/hooks/{self.SECRET}"
+        thread.start()
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _method(call: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, *words: call(self)
+
+
+@pytest.fixture
+def loopback() -> Iterator[Callable[..., Loopback]]:
+    """Starts an HTTP receiver with these answers; it serves until the test ends."""
+    with ExitStack() as stack:
+        yield lambda *answers, **headers: stack.enter_context(Loopback(list(answers), headers).serving())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rungwise.ladder.batches import Batches, count_windows, held_out_windows
+from rungwise.ladder.batches import count_windows, held_out_windows, uniform_batches
 from rungwise.ladder.corpus import Corpus, Document, Record, choose_held_out, load_corpus
 from rungwise.ladder.tokenizer import Tokens, byte_tokenizer, tokenize
 
@@ -50,20 +50,20 @@ def shipped() -> Tokens:
 
 
 def test_batch_of_the_shipped_corpus_is_the_recorded_one(shipped: Tokens) -> None:
-    batches = Batches(shipped, seq_len=256, batch_size=16, seed=0)
+    batches = uniform_batches(shipped, seq_len=256, batch_size=16, seed=0)
     assert {step: digest(batches.batch(step)) for step in GOLDEN} == GOLDEN
-    assert batches.num_windows == 40_701
+    assert batches.parts[0].num_blocks == (40_701,)
     assert digest(held_out_windows(shipped, seq_len=256, count=512).windows) == GOLDEN_HELD_OUT
 
 
 def test_batch_is_the_same_in_another_process() -> None:
     script = (
         "import hashlib\n"
-        "from rungwise.ladder.batches import Batches\n"
+        "from rungwise.ladder.batches import uniform_batches\n"
         "from rungwise.ladder.corpus import load_corpus\n"
         "from rungwise.ladder.tokenizer import byte_tokenizer, tokenize\n"
         "tokens = tokenize(load_corpus('python-docs'), byte_tokenizer())\n"
-        "batch = Batches(tokens, seq_len=256, batch_size=16, seed=0).batch(1000)\n"
+        "batch = uniform_batches(tokens, seq_len=256, batch_size=16, seed=0).batch(1000)\n"
         "print(hashlib.sha256(batch.tobytes()).hexdigest()[:16])\n"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}
@@ -92,8 +92,8 @@ def test_batch_never_holds_held_out_text(sizes: list[int], seq_len: int, seed: i
     tokens = tokens_of(sizes)
     if count_windows(tokens.train.num_tokens, seq_len=seq_len) == 0:
         return
-    batches = Batches(tokens, seq_len=seq_len, batch_size=1, seed=seed)
-    seen = np.concatenate([batches.batch(step) for step in range(batches.num_windows)])
+    batches = uniform_batches(tokens, seq_len=seq_len, batch_size=1, seed=seed)
+    seen = np.concatenate([batches.batch(step) for step in range(batches.parts[0].num_blocks[0])])
     assert not (set(seen.ravel().tolist()) & set(tokens.held_out.tokens.tolist())) - {0}
 
 
@@ -104,9 +104,9 @@ def test_batch_shows_each_target_once_an_epoch(sizes: list[int], seq_len: int, b
     num_windows = count_windows(tokens.train.num_tokens, seq_len=seq_len)
     if num_windows == 0:
         return
-    batches = Batches(tokens, seq_len=seq_len, batch_size=batch_size, seed=seed, max_epochs=9)
+    batches = uniform_batches(tokens, seq_len=seq_len, batch_size=batch_size, seed=seed, max_epochs=9)
     steps = -(-3 * num_windows // batch_size)
-    order = np.concatenate([batches.window_indices(step) for step in range(steps)])[: 3 * num_windows]
+    order = np.concatenate([batches.window_starts(step) // seq_len for step in range(steps)])[: 3 * num_windows]
     for epoch in order.reshape(3, num_windows):
         assert sorted(epoch.tolist()) == list(range(num_windows))
     windows = np.concatenate([batches.batch(step) for step in range(steps)])[:num_windows]
@@ -120,8 +120,8 @@ def test_batch_shows_each_target_once_an_epoch(sizes: list[int], seq_len: int, b
 def test_batch_order_does_not_depend_on_batch_size(one: int, other: int, seed: int) -> None:
     tokens = twelve_windows()
     orders = [
-        np.concatenate([batches.window_indices(step) for step in range(24 // batches.batch_size)])
-        for batches in (Batches(tokens, seq_len=4, batch_size=b, seed=seed, max_epochs=2) for b in (one, other))
+        np.concatenate([batches.window_starts(step) for step in range(24 // batches.parts[0].stretch.batch_size)])
+        for batches in (uniform_batches(tokens, seq_len=4, batch_size=b, seed=seed, max_epochs=2) for b in (one, other))
     ]
     shared = min(map(len, orders))
     assert orders[0][:shared].tolist() == orders[1][:shared].tolist()
@@ -131,10 +131,11 @@ def test_batch_order_differs_between_seeds_and_epochs(shipped: Tokens) -> None:
     """Also across both: seed 1 must not begin with the second epoch of seed 0."""
     orders = {}
     for seed in range(4):
-        batches = Batches(shipped, seq_len=4096, batch_size=1, seed=seed, max_epochs=3)
+        batches = uniform_batches(shipped, seq_len=4096, batch_size=1, seed=seed, max_epochs=3)
+        (num_windows,) = batches.parts[0].num_blocks
         for epoch in range(3):
-            steps = range(epoch * batches.num_windows, epoch * batches.num_windows + 20)
-            orders[seed, epoch] = tuple(int(batches.window_indices(step)[0]) for step in steps)
+            steps = range(epoch * num_windows, epoch * num_windows + 20)
+            orders[seed, epoch] = tuple(int(batches.window_starts(step)[0]) for step in steps)
     assert len(set(orders.values())) == len(orders)
 
 
@@ -143,13 +144,15 @@ def test_batch_continues_after_a_resume_in_the_middle_of_the_second_epoch() -> N
 
     Not the third of epoch 0 (the epoch counter reset) and not the first of epoch 0 (the loader restarted).
     """
-    straight, resumed = (Batches(twelve_windows(), seq_len=4, batch_size=2, seed=3, max_epochs=2) for _ in range(2))
-    ids = [straight.window_indices(step).tolist() for step in range(12)]
+    straight, resumed = (
+        uniform_batches(twelve_windows(), seq_len=4, batch_size=2, seed=3, max_epochs=2) for _ in range(2)
+    )
+    ids = [straight.window_starts(step).tolist() for step in range(12)]
     first, second = np.concatenate(ids[:6]).tolist(), np.concatenate(ids[6:]).tolist()
-    assert sorted(first) == sorted(second) == list(range(12))
+    assert sorted(first) == sorted(second) == list(range(0, 48, 4))
     assert first != second
 
-    assert [resumed.window_indices(step).tolist() for step in range(8, 12)] == ids[8:]
+    assert [resumed.window_starts(step).tolist() for step in range(8, 12)] == ids[8:]
     assert ids[8] == second[4:6]
     assert ids[8] not in (first[4:6], first[0:2])
     for step in range(8, 12):
@@ -159,14 +162,14 @@ def test_batch_continues_after_a_resume_in_the_middle_of_the_second_epoch() -> N
 
 
 def test_budget_of_more_than_an_epoch_is_refused_with_its_number_of_epochs() -> None:
-    batches = Batches(twelve_windows(), seq_len=4, batch_size=2, seed=0)
+    batches = uniform_batches(twelve_windows(), seq_len=4, batch_size=2, seed=0)
     batches.check_budget(6)
-    assert batches.epochs(9) == 1.5
+    assert batches.epochs(9) == (1.5,)
     with pytest.raises(ValueError, match=r"steps 9: 1\.500 epochs of 12 windows.*raise max_epochs"):
         batches.check_budget(9)
     with pytest.raises(ValueError, match="epochs of 12 windows"):
         batches.batch(6)
-    Batches(twelve_windows(), seq_len=4, batch_size=2, seed=0, max_epochs=1.5).check_budget(9)
+    uniform_batches(twelve_windows(), seq_len=4, batch_size=2, seed=0, max_epochs=1.5).check_budget(9)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +183,9 @@ def test_budget_of_more_than_an_epoch_is_refused_with_its_number_of_epochs() -> 
 )
 def test_batches_refuse_what_they_cannot_give(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Batches(twelve_windows(), **{"seq_len": 4, "batch_size": 2, "seed": 0} | change)
+        uniform_batches(twelve_windows(), **{"seq_len": 4, "batch_size": 2, "seed": 0} | change)
     with pytest.raises(ValueError, match="step -1"):
-        Batches(twelve_windows(), seq_len=4, batch_size=2, seed=0).batch(-1)
+        uniform_batches(twelve_windows(), seq_len=4, batch_size=2, seed=0).batch(-1)
 
 
 @few
@@ -195,8 +198,8 @@ def test_documents_per_window_counts_those_its_inputs_touch(sizes: list[int], se
     starts = tokens.train.starts
     documents = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     touched = [len(set(documents[i * seq_len : (i + 1) * seq_len].tolist())) for i in range(num_windows)]
-    batches = Batches(tokens, seq_len=seq_len, batch_size=1, seed=0)
-    assert batches.documents_per_window == pytest.approx(np.mean(touched))
+    batches = uniform_batches(tokens, seq_len=seq_len, batch_size=1, seed=0)
+    assert batches.documents_per_window() == pytest.approx(np.mean(touched))
 
 
 @few
@@ -205,7 +208,7 @@ def test_source_fractions_weigh_the_targets_of_each_subset(sizes: list[int], seq
     tokens = tokens_of(sizes)
     if count_windows(tokens.train.num_tokens, seq_len=seq_len) == 0:
         return
-    batches = Batches(tokens, seq_len=seq_len, batch_size=2, seed=1, max_epochs=2)
+    batches = uniform_batches(tokens, seq_len=seq_len, batch_size=2, seed=1, max_epochs=2)
     targets = [int(token) for token in batches.batch(0)[:, 1:].ravel()]
     fractions = batches.source_fractions(0)
     assert sum(fractions.values()) == pytest.approx(1)

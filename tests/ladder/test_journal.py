@@ -192,7 +192,8 @@ for step in range(25):
     assert sorted((event["text"], event["step"]) for event in events.records) == [
         (t, s) for t in "abcd" for s in range(25)
     ]
-    append_alert(tmp_path, {"rule": "loss_spike", "observed": math.inf})
+    words = {"rule": "loss_spike", "metric": "train/loss", "state": "open", "severity": "critical", "explanation": "…"}
+    append_alert(tmp_path, {**words, "step": 3, "updated": 3, "observed": math.inf})
     alert = read_records(tmp_path / "alerts.jsonl").records[0]
     assert (alert["kind"], alert["observed"]) == ("alert", "Infinity")
     with pytest.raises(ValueError, match="event kind 'surprise'"):

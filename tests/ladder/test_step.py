@@ -6,6 +6,7 @@ import pytest
 from rungwise.analysis.vocabulary import MOE_FIELDS, is_metric_name
 from rungwise.ladder.family import RunConfig, load_family
 from rungwise.ladder.metrics import progress_metrics, step_metrics
+from rungwise.ladder.schedule import Limits, horizon_of
 from rungwise.ladder.step import (
     TrainState,
     init_state,
@@ -54,6 +55,33 @@ def test_train_step_moves_the_balancing_bias_one_step_late(run: RunConfig, token
     assert float(jnp.max(jnp.abs(moved.bias))) > 0.0
 
 
+def test_train_step_leaves_out_an_update_that_is_over_its_limits_or_not_finite(run: RunConfig, tokens, after_ten):
+    state, _ = after_ten
+    step, infinite = jax.jit(make_train_step(run)), jnp.float32(jnp.inf)
+
+    def after(given: TrainState, loss: jax.Array, norm: jax.Array):
+        return step(given, tokens, horizon_of(run)._replace(limits=Limits(loss, norm)))
+
+    plain, applied = step(state, tokens)[0], after(state, infinite, infinite)
+    assert int(applied[1].skipped) == 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, applied[0])
+    broken = state._replace(params=state.params | {"final_norm": state.params["final_norm"] * jnp.nan})
+    for given, limits in (
+        (state, (jnp.float32(1e-3), infinite)),
+        (state, (infinite, jnp.float32(1e-6))),
+        (broken, (infinite, infinite)),
+    ):
+        left_out, figures = after(given, *limits)
+        assert int(figures.skipped) == 1
+        for name in ("params", "bias"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(left_out, name), getattr(given, name))
+        moments = [leaf for leaf in jax.tree.leaves(left_out.optimizer) if leaf.ndim]
+        kept = [leaf for leaf in jax.tree.leaves(given.optimizer) if leaf.ndim]
+        jax.tree.map(np.testing.assert_array_equal, moments, kept)
+        assert int(left_out.step) == int(given.step) + 1
+        assert step_metrics(jax.device_get(figures))[0]["train/skipped"] == 1.0
+
+
 def test_step_figures_become_names_of_the_vocabulary(after_ten):
     _, figures = after_ten
     values, layers = step_metrics(figures[-1])
@@ -68,7 +96,7 @@ def test_step_figures_become_names_of_the_vocabulary(after_ten):
 
 
 def test_progress_counts_tokens_with_the_trainers_own_counter():
-    values = progress_metrics(step=3, steps=12, tokens_per_step=1024, flops_per_token=10.0)
+    values = progress_metrics(tokens=3 * 1024, horizon=12 * 1024, flops=30720.0)
     assert values == {"progress/tokens": 3072.0, "progress/flops": 30720.0, "progress/fraction": 0.25}
 
 

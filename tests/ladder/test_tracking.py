@@ -276,6 +276,22 @@ def test_mirror_four_processes_create_one_store(home):
 
 
 @pytest.mark.slow
+def test_mirror_killed_while_it_makes_the_store_leaves_none_that_is_half_made(home):
+    folder, uri = make_run(home), resolve_tracking(home)
+    train(folder, range(10))
+    script = "import sys; from rungwise.ladder.tracking import mirror_folder; mirror_folder(*sys.argv[1:])"
+    child = subprocess.Popen([sys.executable, "-P", "-c", script, folder, uri])
+    draft = home / ".mlflow.db.draft"
+    wait_until(lambda: draft.exists() and draft.stat().st_size > 0)
+    child.kill()
+    child.wait()
+    assert not (home / "mlflow.db").exists()
+    mirror_folder(folder, uri)
+    assert len(losses(uri)[0]) == 10
+    assert not draft.exists()
+
+
+@pytest.mark.slow
 def test_mirror_survives_an_outage_of_the_server_without_losing_or_doubling_a_point(home, mlflow_server, capfd):
     folder = make_run(home)
     with Journal(folder, family="tiny", run="d64") as journal:

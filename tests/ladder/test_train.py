@@ -15,6 +15,7 @@ from rungwise.analysis.source import load_run
 from rungwise.ladder.checkpoint import Checkpoints
 from rungwise.ladder.family import family_text
 from rungwise.ladder.home import resolve_tracking
+from rungwise.ladder.kill_campaign import kill_campaign
 from rungwise.ladder.tracking import is_mirrored
 from rungwise.ladder.train import refuse_total_loss
 
@@ -67,34 +68,33 @@ def _journal_steps(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_and_ends_bit_for_bit_as_if_never_stopped(mini: Path, tmp_path: Path):
-    rung = _smallest(mini)
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
-    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
-    subprocess.run(_command(mini, calm, "--rung", rung), check=True, env=environment, timeout=600)
-    folder = stormy / "mini" / "runs" / rung
-    for wanted in (9, 17):
-        child = subprocess.Popen(_command(mini, stormy, "--rung", rung), env=environment)
-        deadline = time.monotonic() + 300
-        while _journal_steps(folder) < wanted and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        assert child.poll() is None, "the run ended before it could be killed"
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    subprocess.run(_command(mini, stormy, "--rung", rung), check=True, env=environment, timeout=600)
+def test_a_run_killed_ten_times_ends_bit_for_bit_as_if_never_killed(mini: Path, tmp_path: Path):
+    campaign = kill_campaign(str(mini), _smallest(mini), kills=10, home=tmp_path, seed=1)
+    assert campaign.differences == []
+    assert campaign.kills.total() == 10
+    assert len(campaign.kills) >= 3, "kills fall on several kinds of moment"
+    assert campaign.mirrors_killed > 0
+    assert campaign.steps_repeated > 0, "a kill costs the steps since the last checkpoint"
 
-    expected, found = _final_arrays(calm / "mini" / "runs" / rung), _final_arrays(folder)
-    assert expected.keys() == found.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
-    ours, theirs = load_run(folder), load_run(calm / "mini" / "runs" / rung)
-    assert ours.state == "finished"
-    assert [attempt.state for attempt in ours.attempts] == ["killed", "killed", "finished"]
-    frame, whole = ours.trajectory.frame, theirs.trajectory.frame
-    assert frame["step"].tolist() == whole["step"].tolist() == list(range(1, len(whole) + 1))
-    np.testing.assert_array_equal(frame["train/loss"], whole["train/loss"])
-    np.testing.assert_array_equal(frame["eval/loss"], whole["eval/loss"])
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_saves_first_and_goes_on_from_there(mini: Path, tmp_path: Path):
+    rung, home = _smallest(mini), tmp_path / "home"
+    folder = home / "mini" / "runs" / rung
+    child = subprocess.Popen(_command(mini, home, "--rung", rung), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while _journal_steps(folder) < 7 and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=300)
+    assert child.returncode == 143
+    (attempt,) = load_run(folder).attempts
+    last = int(load_run(folder).trajectory.frame["step"].max())
+    assert said.splitlines()[-1] == f"error: asked to stop by SIGTERM, saved at step {last}; run it again to go on"
+    assert (attempt.state, Checkpoints(folder / "checkpoints").latest_step()) == ("killed", last)
+    subprocess.run(_command(mini, home, "--rung", rung), check=True, timeout=600)
+    attempts = load_run(folder).attempts
+    assert [(found.state, found.restored_step) for found in attempts] == [("killed", 0), ("finished", last)]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import threading
 import time
 
 from rungwise.analysis.source import load_run
+from rungwise.ladder.alert_file import recorded_alerts
 from rungwise.ladder.family import load_family
 from rungwise.ladder.home import resolve_tracking, run_folder
 from rungwise.ladder.journal import Journal
@@ -15,7 +16,6 @@ from rungwise.ladder.watch import (
     judge_run,
     live_watch,
     load_watched,
-    recorded_alerts,
 )
 
 HERO = load_family("tiny").hero_run

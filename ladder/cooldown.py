@@ -1,0 +1,121 @@
+"""Cooldowns of the rungs: short branches that decay to the end, so that the ladder can price other horizons.
+
+A ladder has one number of tokens a parameter; a branch that ends at a share of a rung's horizon has that share of it.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from rungwise.analysis.source import RunRecord
+from rungwise.ladder.branch import COOLDOWN_SHARE, begin_branch, branch_config, load_course, load_run_config
+from rungwise.ladder.family import RunConfig, load_family
+from rungwise.ladder.home import run_folder
+from rungwise.ladder.kept import keep_at, step_at
+from rungwise.ladder.predict import FamilyRuns
+
+NEAR: Final = 0.025
+"""Shares of the horizon this close count as the same: steps round, and rungs are short."""
+_PART = re.compile(r"\s*(\d*\.?\d+)\s*(?:-\s*(\d*\.?\d+)\s*)?")
+
+
+class Cooldown(NamedTuple):
+    """From where to where a branch decays, as shares of its parent's horizon."""
+
+    start: float
+    end: float
+
+    def name(self, run: str) -> str:
+        """Of the branch of a run: `d64-cooldown40`, or `d64-cooldown20to60` where the end was given."""
+        first, last = (f"{100 * share:.4g}".replace(".", "_") for share in self)
+        given = abs(self.end - self.start - COOLDOWN_SHARE) > 1e-9
+        return f"{run}-cooldown{first}to{last}" if given else f"{run}-cooldown{first}"
+
+
+def parse_cooldowns(text: str) -> tuple[Cooldown, ...]:
+    """`0.4,0.6` starts there and takes a tenth of the horizon; `0.2-0.6` starts at 0.2 and ends at 0.6.
+
+    Raises:
+        ValueError: not shares, or a branch that ends before it starts.
+
+    >>> parse_cooldowns("0.4,0.2-0.6")
+    (Cooldown(start=0.4, end=0.5), Cooldown(start=0.2, end=0.6))
+    """
+    found = []
+    for part in text.split(","):
+        match = _PART.fullmatch(part)
+        if match is None:
+            raise ValueError(f"--cooldowns {part!r} is no share of the run; give such as 0.4,0.6 or 0.2-0.6")
+        start = float(match[1])
+        end = float(match[2]) if match[2] else round(start + COOLDOWN_SHARE, 9)
+        if not 0 < start < 1 or not start < end:
+            raise ValueError(f"--cooldowns {part!r}: a branch starts between 0 and 1 and ends after that")
+        found.append(Cooldown(start, end))
+    return tuple(dict.fromkeys(found))
+
+
+def begin_cooldown(folder: Path, cooldown: Cooldown) -> RunConfig:
+    """The cooldown of a run that has passed its start, ready to train; its config.
+
+    Raises:
+        ValueError: the run kept no checkpoint there.
+    """
+    parent, course = load_run_config(folder), load_course(folder)
+    step = step_at(course, cooldown.start)
+    tokens = (step_at(course, cooldown.end) - step) * course[0].config.tokens_per_step
+    config = branch_config(parent, course, step=step, name=cooldown.name(parent.run), tokens=tokens)
+    begin_branch(folder, config)
+    return config
+
+
+def run_cooldowns(
+    family: str, cooldowns: tuple[Cooldown, ...], *, home: Path, runs: tuple[str, ...] | None = None, **options: Any
+) -> None:
+    """Trains the rungs, each keeping what its cooldowns need, and then the cooldowns.
+
+    Args:
+        runs: rungs by name; absent: all.
+        options: of `run_ladder`.
+    Raises:
+        ValueError, RunFailed: as `run_ladder`; a rung that kept no checkpoint where a cooldown starts.
+    """
+    from rungwise.ladder.run import run_ladder
+
+    config = load_family(family)
+    names = [run.run for run in config.rung_runs if runs is None or run.run in runs]
+    for name in names:
+        keep_at(run_folder(home, config.name, name), (cooldown.start for cooldown in cooldowns))
+    run_ladder(family, home=home, runs=runs, **options)
+    branches = [
+        begin_cooldown(run_folder(home, config.name, name), cooldown).run for name in names for cooldown in cooldowns
+    ]
+    run_ladder(family, home=home, runs=tuple(branches), **options)
+
+
+def branch_records(runs: FamilyRuns) -> Iterator[tuple[Cooldown, RunRecord]]:
+    """The rungs' finished branches, each with its shares of the rung's planned horizon."""
+    planned = {record["name"]: record["tokens"] for record in runs.plan["rungs"]}
+    for record in runs.records:
+        start = record.config.get("start")
+        if record.role == "branch" and record.state == "finished" and start and start["parent"] in planned:
+            whole = planned[start["parent"]]
+            yield Cooldown(start["tokens"] / whole, record.plan["tokens"] / whole), record
+
+
+def matching_branches(runs: FamilyRuns, wanted: Cooldown, *, any_start: bool = False) -> list[RunRecord]:
+    """The rungs' branches that go from and to the same shares of the horizon, as records of rungs.
+
+    Args:
+        any_start: match the end alone; of several of one rung, the one that starts nearest.
+    """
+    chosen: dict[str, tuple[float, RunRecord]] = {}
+    for cooldown, record in branch_records(runs):
+        off_start, off_end = abs(cooldown.start - wanted.start), abs(cooldown.end - wanted.end)
+        if off_end > NEAR or (off_start > NEAR and not any_start):
+            continue
+        parent = record.config["start"]["parent"]
+        if parent not in chosen or off_start < chosen[parent][0]:
+            chosen[parent] = off_start, record
+    return [replace(record, role="rung") for _, record in chosen.values()]

@@ -1,0 +1,110 @@
+"""The engine of a mesh: a run's state on the devices of one or of several processes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rungwise.comm.mesh import build_mesh
+from rungwise.ladder.family import RunConfig
+from rungwise.ladder.mesh_step import (
+    EVERYWHERE,
+    SEQUENCES,
+    TOKENS,
+    MeshPlan,
+    jit_mesh_step,
+    make_mesh_eval_step,
+)
+from rungwise.ladder.schedule import Horizon
+from rungwise.ladder.step import StepFigures, TrainState, init_state, state_to_tree, tree_to_state
+
+Tree = dict[str, Any]
+
+
+class MeshEngine:
+    """A run's state on a mesh. Implements `ladder.engine.Engine`."""
+
+    def __init__(self, config: RunConfig, *, mesh: Mesh | None = None) -> None:
+        mesh = build_mesh(config.mesh.sizes) if mesh is None else mesh
+        self._config, self._mesh, self._plan = config, mesh, MeshPlan(config, mesh)
+        self.writes = jax.process_index() == 0
+        self.devices = f"{jax.devices()[0].platform}, mesh {config.mesh}"
+
+    def init_state(self) -> TrainState:
+        plan = self._plan
+        return jax.jit(lambda: plan.pack(init_state(self._config)), out_shardings=plan.shardings)()
+
+    def abstract_tree(self) -> Tree:
+        places = self._whole_shardings
+        like = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), self._plan.like, places
+        )
+        return state_to_tree(like)
+
+    def to_tree(self, state: TrainState) -> Tree:
+        return state_to_tree(jax.jit(self._plan.unpack, out_shardings=self._whole_shardings)(state))
+
+    def from_tree(self, tree: Tree) -> TrainState:
+        whole = tree_to_state(tree, self._plan.like)
+        return jax.jit(self._plan.pack, out_shardings=self._plan.shardings, donate_argnums=0)(whole)
+
+    @property
+    def _whole_shardings(self) -> TrainState:
+        """Where whole arrays lie that go to a checkpoint or come from one: dealt out along what axes divide."""
+        layout, mesh = self._plan.layout, self._mesh
+
+        def place(leaf: Any, array: Any) -> NamedSharding:
+            return NamedSharding(mesh, _dividing(array.shape, leaf.spread, mesh))
+
+        everywhere = NamedSharding(mesh, EVERYWHERE)
+        like = self._plan.like
+        optimizer = layout.map_state(place, like.optimizer, other=lambda _: everywhere)
+        return TrainState(layout.map(place, like.params), optimizer, everywhere, everywhere)
+
+    def compile_step(self, config: RunConfig, state: TrainState, tokens: np.ndarray, horizon: Horizon) -> Any:
+        config = config.replace(mesh=self._config.mesh)
+        step = jit_mesh_step(config, self._plan)
+        compiled = step.lower(state, self._dealt(config, tokens), self._copied(horizon)).compile()
+
+        def run(state: TrainState, tokens: np.ndarray, horizon: Horizon) -> tuple[TrainState, StepFigures]:
+            return compiled(state, self._dealt(config, tokens), self._copied(horizon))
+
+        return run
+
+    def eval_step(self, config: RunConfig, *, dropping: bool = False) -> Any:
+        config = config.replace(mesh=self._config.mesh)
+        step = jax.jit(make_mesh_eval_step(config, self._plan, dropping=dropping))
+        share = self._plan.share.devices
+
+        def run(state: TrainState, tokens: np.ndarray) -> np.ndarray:
+            if dropping:
+                return np.asarray(step(state, self._dealt(config, tokens)))
+            rows = np.arange(-(-len(tokens) // share) * share) % len(tokens)  # repeated up to an equal share for all
+            return np.asarray(step(state, self._put(tokens[rows], SEQUENCES)))[: len(tokens)]
+
+        return run
+
+    def _dealt(self, config: RunConfig, tokens: np.ndarray) -> jax.Array:
+        """A batch in order, over replicas and ranks."""
+        return self._put(tokens.reshape(config.data_replicas, config.transport.num_ranks, -1, tokens.shape[-1]), TOKENS)
+
+    def _copied(self, horizon: Horizon) -> Horizon:
+        return jax.tree.map(lambda leaf: self._put(np.asarray(leaf), EVERYWHERE), horizon)
+
+    def _put(self, array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        """An array that every process holds whole, each device its part."""
+        array = np.asarray(array, np.int32) if array.dtype.kind in "iu" else array
+        return jax.make_array_from_callback(array.shape, NamedSharding(self._mesh, spec), lambda index: array[index])
+
+
+def _dividing(shape: tuple[int, ...], axes: tuple[str, ...], mesh: Mesh) -> PartitionSpec:
+    """Axes over the dimensions they divide, the first that does; an axis that divides none is left out."""
+    names: list[str | None] = [None] * len(shape)
+    for axis in axes:
+        size = mesh.shape[axis]
+        for dim, length in enumerate(shape):
+            if names[dim] is None and length % size == 0:
+                names[dim] = axis
+                break
+    return PartitionSpec(*names)
