@@ -38,7 +38,7 @@ class Line:
 
     def error(self, x: float, bend: float) -> float:
         """Standard error of `at(x)`; `bend`: by how much the slope may change per unit of x, or stop at the end."""
-        return math.hypot(self.level_error, self.slope_error * (x - self.centre)) + bend * (x - self.end)
+        return math.hypot(self.level_error, self.slope_error * (x - self.centre), bend * (x - self.end))
 
 
 class Window:

@@ -7,6 +7,7 @@ one, the step is the finding.
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Final
 
 from rungwise.analysis.alerts import Detector, Row, Signal
@@ -51,22 +52,22 @@ class UndeclaredChange:
         self._steps = {name: Steps(least=least / self.SCORE) for name, (_, least, _) in STEADY.items()}
         self._quiet: dict[str, int] = {}
         self._pending: dict[str, tuple[Jump, int]] = {}
-        self._stepped: dict[str, Jump] = {}
+        self.stepped: dict[str, Jump] = {}
+        """What stepped, by metric, while the alert is open."""
         self._peak = 0.0
-        self._firing = False
+        self._rates: deque[float] = deque(maxlen=3 * Steps.WIDTH)
+        self._said: Signal | None = None
 
     def observe(self, row: Row) -> Signal | None:
         if row.progress is not None and row.progress < SETTLED:
             return None
         lasted = [name for name in STEADY if self._has_lasted(name, row)]
-        if not lasted and not self._firing:
-            return None
-        self._firing = True
         if not lasted:
-            return Signal(level=0.0, observed=0.0, expected=None, since=row.step, explanation="")
+            return None if self._said is None else replace(self._said, level=0.0)
         for name in lasted:
-            self._stepped[name] = self._pending.pop(name)[0]
-        return self._signal()
+            self.stepped[name] = self._pending.pop(name)[0]
+        self._said = self._signal()
+        return self._said
 
     def _has_lasted(self, name: str, row: Row) -> bool:
         """Whether this row ends the wait for a step of the metric that is still there."""
@@ -98,18 +99,20 @@ class UndeclaredChange:
         """What is added before the log; a tenth of the highest learning rate, which is logged rounded at the end."""
         if name != "train/learning_rate":
             return STEADY[name][0]
-        self._peak = max(self._peak, value) if value < math.inf else self._peak
+        if 0.0 < value < math.inf:
+            self._rates.append(value)
+        self._peak = max(self._peak, self._rates[0] if self._rates else 0.0)  # not of the step that is being judged
         return 0.1 * self._peak
 
     def _signal(self) -> Signal:
-        self.metric = max(self._stepped, key=lambda name: self._stepped[name].score)
-        jump, floor = self._stepped[self.metric], self._floor(self.metric)
+        self.metric = max(self.stepped, key=lambda name: self.stepped[name].score)
+        jump, floor = self.stepped[self.metric], self._floor(self.metric)
         told = [
             f"{name} {math.exp(each.before) - self._floor(name):.4g} → {math.exp(each.after) - self._floor(name):.4g}"
-            for name, each in sorted(self._stepped.items(), key=lambda item: -item[1].score)
+            for name, each in sorted(self.stepped.items(), key=lambda item: -item[1].score)
         ]
         return Signal(
-            level=1.0 + 0.1 * len(self._stepped), observed=math.exp(jump.after) - floor,
+            level=1.0 + 0.1 * len(self.stepped), observed=math.exp(jump.after) - floor,
             expected=math.exp(jump.before) - floor, since=jump.since,
             explanation=f"undeclared change within {Steps.WIDTH} rows of step {jump.since}: {', '.join(told)} "
             f"({jump.score:.0f} times the usual move); no event was declared there",
@@ -130,8 +133,8 @@ class UndeclaredChange:
             steps.settle()
 
     def resolved(self) -> None:
-        self._stepped.clear()
-        self._firing = False
+        self.stepped.clear()
+        self._said = None
 
 
 class EffectCheck:
@@ -150,7 +153,7 @@ class EffectCheck:
         self._past: deque[Row] = deque(maxlen=KEPT)
         self._evaluated: dict[str, float] = {}
         self._open: list[tuple[Change, str, Effect, list[float], list[float]]] = []
-        self._firing = False
+        self._said: Signal | None = None
         self.kept: list[str] = []
         """Effects that came as declared, one sentence each."""
 
@@ -169,9 +172,9 @@ class EffectCheck:
         self._past.append(row)
         if "eval/loss" in row.values:
             self._evaluated |= {name: value for name, value in row.values.items() if name.startswith("eval")}
-        if told is None and self._firing:
-            return Signal(level=0.0, observed=0.0, expected=None, since=row.step, explanation="")
-        self._firing = told is not None
+        if told is None and self._said is not None:
+            return replace(self._said, level=0.0)
+        self._said = told
         return told
 
     @staticmethod
@@ -210,16 +213,16 @@ class EffectCheck:
         self._open.clear()
 
     def resolved(self) -> None:
-        self._firing = False
+        self._said = None
 
 
 def _centre(values: Iterable[float]) -> tuple[float, float]:
-    """Median and its standard error; one value is taken to be good to 0.5 %."""
+    """Median and its standard error; one value, of an evaluation, is taken to be good to 0.2 %."""
     ordered = sorted(values)
     count = len(ordered)
     middle = 0.5 * (ordered[(count - 1) // 2] + ordered[count // 2])
     if count < 4:
-        return middle, 0.005 * abs(middle)
+        return middle, 0.002 * abs(middle)
     away = sorted(abs(value - middle) for value in ordered)
     return middle, 1.253 * 1.4826 * away[count // 2] / math.sqrt(count)
 

@@ -20,7 +20,7 @@ from rungwise.analysis.events import Change, Informed
 from rungwise.analysis.explain import Explainer
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.health_detectors import SILENCE_S, Silence, health_detectors
-from rungwise.analysis.metric_detectors import metric_detectors
+from rungwise.analysis.metric_detectors import comparable_drops, metric_detectors
 from rungwise.analysis.peers import AgainstPeers, peer_detectors
 from rungwise.analysis.units import Units
 
@@ -54,6 +54,7 @@ class Monitor:
     ):
         target = forecast.target if forecast else {}
         self._horizon = {"horizon_tokens": target.get("tokens"), "horizon_steps": target.get("steps")}
+        peers = None if peers is None else comparable_drops(peers, target)
         basis = Basis(forecast=forecast, peers=peers, vocab_size=vocab_size or target.get("vocab_size"))
         detectors: list[Detector] = [detector for build in BUILDERS for detector in build(basis)]
         deadline = deadline or target.get("deadline")
@@ -160,9 +161,9 @@ class Monitor:
     def _is_told(self, mine: Episode, alert: Alert) -> bool:
         """Whether another rule's open alert speaks of the same subject: the first to speak speaks for it."""
         about = _subject(alert.metric)
+        open_ones = [episode.alert for episode in self._episodes if episode is not mine and episode.alert is not None]
         return about is not None and any(
-            episode is not mine and episode.alert is not None and _subject(episode.alert.metric) == about
-            for episode in self._episodes
+            _subject(other.metric) == about and other.family == alert.family for other in open_ones
         )
 
     def _pass_time(self, row: Row) -> list[Alert]:
@@ -171,6 +172,10 @@ class Monitor:
         return [] if before is None or row.time is None or row.time <= before else self.tick(row.time)
 
     def _explained(self, episode: Episode, alert: Alert, row: Row) -> Alert:
+        stepped = getattr(episode.detector, "stepped", ())
+        for other in self._episodes:  # the step is told; what follows is judged by the new level
+            if other.alert is None and other.detector.metric in stepped and other is not episode:
+                other.detector.rebaseline(row.step)
         explained = self._explainer.explain(alert, row)
         if episode.alert is not None:
             episode.alert = explained
@@ -213,11 +218,34 @@ def replay(
 
 
 def trajectory_rows(trajectory: Any) -> Iterator[dict[str, Any]]:
-    """Rows with only what was logged.
+    """Rows with only what was logged, in the order written: what an earlier attempt wrote before a later one took it
+    back comes first, as it came to a live watch.
 
     A `Trajectory` knows a logged NaN from a missing value. In a plain table a NaN `train/loss` counts as
     logged, except in a row that has an evaluation and no other training metric; any other NaN is missing.
     """
+    taken_back = _taken_back(trajectory)
+    if not taken_back:
+        yield from _canonical_rows(trajectory)
+        return
+    yield from sorted([*taken_back, *_canonical_rows(trajectory)], key=lambda row: (row.get("attempt", 0), row["step"]))
+
+
+def _taken_back(trajectory: Any) -> list[dict[str, Any]]:
+    """Rows of attempts that a later one superseded at the same step."""
+    table = getattr(trajectory, "superseded", None)
+    if table is None or table.empty:
+        return []
+    latest = dict(zip(trajectory.frame["step"], trajectory.frame["attempt"], strict=True))
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    for attempt, step, time, metric, value in table.itertuples(index=False):
+        if latest.get(step, attempt) > attempt:
+            start = {"step": int(step), "time": float(time), "attempt": float(attempt)}
+            rows.setdefault((int(attempt), int(step)), start)[metric] = float(value)
+    return list(rows.values())
+
+
+def _canonical_rows(trajectory: Any) -> Iterator[dict[str, Any]]:
     frame = getattr(trajectory, "frame", trajectory)
     names = [str(name) for name in frame.columns if name not in ("step", "time", "attempt", "run")]
     columns = {name: _numeric(frame[name]) for name in names}

@@ -1,6 +1,8 @@
 """Slow rises that stay under every row's threshold: of an evaluation over its best, of blocks of the training loss."""
 
 import math
+from collections import deque
+from statistics import median
 from typing import Final
 
 from rungwise.analysis.alerts import Row, Signal
@@ -11,22 +13,35 @@ from rungwise.analysis.subsets import LEAST
 class EvalDrift:
     """Evaluation loss creeping up: more than 3 % above its best, however small each rise.
 
-    Where subsets are logged, the one that rose most is left out of both means. Memory: the best row.
+    The best must be `SINCE` evaluations old, and lie below by `NOISE` times the usual move from one evaluation to the
+    next: a jump is not a drift. Where subsets are logged, the one that rose most is left out of both means. Memory: the
+    best row, and `MOVES` moves.
     """
 
     rule, metric, family, calm_rows = "eval_drift", "eval/loss", "run_change", 1
     LIMIT: Final = 0.03
+    NOISE: Final = 3.5
+    MOVES: Final = 16
+    SINCE: Final = 4
 
     def __init__(self) -> None:
         self._best: tuple[float, int, dict[str, float]] | None = None
+        self._moves: deque[float] = deque(maxlen=self.MOVES)
+        self._last: float | None = None
+        self._age = 0
+        """Evaluations since the best."""
 
     def observe(self, row: Row) -> Signal | None:
         loss = row.values.get(self.metric)
         if loss is None or not math.isfinite(loss):
             return None
+        if self._last is not None:
+            self._moves.append(abs(loss - self._last))
+        self._last = loss
         parts = _subsets(row)
+        self._age += 1
         if self._best is None or loss < self._best[0]:
-            self._best = (loss, row.step, parts)
+            self._best, self._age = (loss, row.step, parts), 0
         best, step, best_parts = self._best
         rise, carrier = loss / best - 1.0, None
         rises = {name: parts[name] / value - 1.0 for name, value in best_parts.items() if name in parts}
@@ -34,16 +49,19 @@ class EvalDrift:
             carrier = max(rises, key=lambda name: rises[name])
             others = [name for name in rises if name != carrier]
             rise = min(rise, sum(parts[name] for name in others) / sum(best_parts[name] for name in others) - 1.0)
-        level = rise / self.LIMIT
+        usual = median(self._moves) / best if self._moves else 0.0
+        level = rise / max(self.LIMIT, self.NOISE * usual)
         # Calm is any value back under the limit, so the scale below it is squeezed under the hysteresis threshold.
+        calm = 0.4 * min(max(level, 0.0), 1.0)
         return Signal(
-            level=level if level > 1.0 else 0.4 * max(level, 0.0), observed=loss, expected=best, since=step,
+            level=level if level > 1.0 and self._age >= self.SINCE else calm, observed=loss, expected=best, since=step,
             explanation=f"evaluation loss {loss:.4f} is {rise:.1%} above its best, {best:.4f} at step {step}",
             carrier=carrier,
         )  # fmt: skip
 
     def rebaseline(self, step: int) -> None:
-        self._best = None
+        self._best = self._last = None
+        self._moves.clear()
 
     def rewind(self, step: int) -> None:
         if self._best is not None and self._best[1] >= step:

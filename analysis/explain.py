@@ -88,6 +88,7 @@ class Explainer:
         self._peers = peers if peers is not None and len(peers) and {"run", "step"} <= set(peers.columns) else None
         self._replay = replay
         self._found: dict[str, dict[str, list[Alert]]] = {}
+        self._added: dict[tuple[str, str, int], list[str]] = {}
 
     def observe(self, row: Row) -> None:
         self._groups.add(row)
@@ -103,7 +104,10 @@ class Explainer:
         """The alert with carrier, event and precedent where they are known and it does not have them."""
         if alert.state not in ("open", "worsening"):
             return alert
-        added = []
+        key = (alert.rule, alert.metric, alert.step)
+        if key in self._added:  # it worsens: a new sentence, the same context
+            return replace(alert, explanation="; ".join([alert.explanation, *self._added[key]]))
+        added = self._added[key] = []
         if alert.carrier is None and (carrier := self._carrier(alert, row)):
             alert = replace(alert, carrier=carrier[0])
             added.append(carrier[1])

@@ -25,8 +25,6 @@ class ForecastMiss:
     """
 
     rule, family, calm_rows = "forecast_miss", "forecast_miss", 2
-    broken_by = frozenset({"mixture", "context"})
-    """Declared changes after which the training loss is not what was forecast."""
     PERSIST: Final = 2
     TRAIN_ROWS: Final = 20
     NEAR: Final = 0.7
@@ -39,8 +37,6 @@ class ForecastMiss:
     def __init__(self, forecast: Forecast):
         registered = {row["metric"] for row in forecast.curve}
         self.metric = next((name for name in ("eval/loss", "train/loss") if name in registered), forecast.metric)
-        if self.metric == "eval/loss":
-            self.broken_by = frozenset({"context"})
         self._curve = Reference.of(forecast, self.metric)
         self._pricing = Pricing(forecast)
         self._recent: deque[tuple[float, float]] = deque(maxlen=1 if self.metric == "eval/loss" else self.TRAIN_ROWS)
@@ -100,7 +96,7 @@ class ForecastMiss:
         self._run = self._run + 1 if distance > 1.0 else 0
         if self._run <= 1 and self._sum == 0.0:
             self._since = step
-        return self._sum / self.ENOUGH
+        return self._sum / self.ENOUGH if distance > self.NEAR else 0.0
 
     def _trend(self, step: int, position: float, gap: float, loss: float) -> dict[str, Any] | None:
         """What the gap's change along the run is worth saying, in units of the least change; None if little."""

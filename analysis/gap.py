@@ -54,8 +54,8 @@ class EvalGap:
             level=level, observed=gap, expected=line.at(x), severity="info",
             since=row.step if self._charts.since is None else self._charts.since,
             probability=self._charts.probability(len(self._window)) if level >= 1.0 else None,
-            explanation=f"evaluation lies {gap:+.4f} nats from training, {line.at(x):+.4f} expected: changed data, or a "
-            "run that memorises" if level >= 1.0 else "",
+            explanation=f"evaluation lies {gap:+.4f} nats from training, {line.at(x):+.4f} expected: changed data, "
+            "or a run that memorises" if level >= 1.0 else "",
         )  # fmt: skip
 
     def rebaseline(self, step: int) -> None:

@@ -28,8 +28,6 @@ CRITICAL_SHARE: Final = 0.1
 """Stands in for the band's upper half where there is no curve, as a share of the loss."""
 STALE: Final = 2.0
 """Rows without an alarm, in baselines, after which a frozen baseline has told nothing and is renewed."""
-SMALL_SAMPLE: Final = 4.0
-"""A spread from n rows is widened by 1 + 4/n."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Settings:
     share: of the rows so far that the baseline spans, between `min_rows` and `window`. clip, allowances: deviations.
     rows: of white noise between two false alarms of one chart. recent: rows whose median is the shift reported.
     least_spread: share of the loss. bend: share of the slope (the curve's, as far as it may be wrong, and the run's
-    against it) that may be lost after the baseline's end.
+    against it) that may be lost after the baseline's end. widening: the spread of n rows grows by 1 + widening / n.
     """
 
     window: int
@@ -51,18 +49,20 @@ class Settings:
     recent: int
     least_spread: float
     bend: float
+    widening: float
 
 
 TRAIN: Final = Settings(
     window=1024, share=0.25, min_rows=40, clip=3.0, allowances=(0.2, 0.5, 1.25), rows=3e6, recent=40,
-    least_spread=0.002, bend=1.0,
+    least_spread=0.002, bend=1.0, widening=12.0,
 )  # fmt: skip
+TRAIN_ALONE: Final = replace(TRAIN, bend=1.5)
 EVALUATION: Final = Settings(
-    window=64, share=1.0, min_rows=8, clip=4.0, allowances=(0.5, 1.5), rows=2e4, recent=5,
-    least_spread=0.001, bend=0.5,
+    window=64, share=1.0, min_rows=8, clip=3.8, allowances=(0.5, 1.5), rows=1e4, recent=5,
+    least_spread=0.001, bend=0.4, widening=4.0,
 )  # fmt: skip
-EVALUATION_ALONE: Final = replace(EVALUATION, share=0.5, bend=1.0)
-"""Without a registered curve an evaluation's own line must not be trusted far."""
+EVALUATION_ALONE: Final = replace(EVALUATION, share=0.5, rows=2e4, bend=1.0)
+"""Without a registered curve a run's own line must not be trusted as far."""
 
 
 class LevelShift:
@@ -80,7 +80,8 @@ class LevelShift:
     ):
         self._curve = Reference.of(forecast, metric)
         if settings is None:
-            settings = TRAIN if metric == "train/loss" else EVALUATION_ALONE if self._curve is None else EVALUATION
+            with_curve, alone = (TRAIN, TRAIN_ALONE) if metric == "train/loss" else (EVALUATION, EVALUATION_ALONE)
+            settings = alone if self._curve is None else with_curve
         self.rule, self.metric, self.calm_rows, self._settings = rule, metric, settings.recent, settings
         self._pricing = Pricing(forecast) if forecast is not None else None
         self._window = Window(settings.window)
@@ -95,6 +96,8 @@ class LevelShift:
         self._pending: deque[tuple[int, float, float]] = deque(maxlen=2 * self._settings.window + 1)
         self._recent: deque[tuple[int, float]] = deque(maxlen=self._settings.recent)
         self._opening: float | None = None
+        self._chance = 1.0
+        """The least since the alert opened: what it was raised for."""
         self._line: Line | None = None
 
     def observe(self, row: Row) -> Signal | None:
@@ -110,7 +113,9 @@ class LevelShift:
             self._learn(row, (row.step, x, residual))
             return None
         line = self._baseline(expected)
-        spread = max(line.spread * (1.0 + SMALL_SAMPLE / len(self._window)), self._settings.least_spread * abs(loss))
+        spread = max(
+            line.spread * (1.0 + self._settings.widening / len(self._window)), self._settings.least_spread * abs(loss)
+        )
         middle = line.at(x)
         score = (residual - middle) / spread
         if self._subsets is not None:
@@ -180,7 +185,8 @@ class LevelShift:
             over = "the registered curve, re-anchored to this run, "
             over += f"{side} its band [{expected.low:.4f}, {expected.high:.4f}]"
         name = "training" if self.metric == "train/loss" else "evaluation"
-        chance = self._charts.probability(self._rows)
+        self._chance = min(self._chance, self.chance)
+        chance = self._chance
         return {
             "severity": "critical" if self._is_critical(expected, now, shift=shift, spread=spread) else "warning",
             "explanation": f"{name} loss runs {shift:+.4f} nats ({shift / spread:+.1f} deviations) over {over}; "
@@ -196,9 +202,12 @@ class LevelShift:
             return shift > max(CRITICAL_SIGMA * spread, CRITICAL_SHARE * (now - shift))
         if expected.low <= now <= expected.high:
             return False
-        return now - shift <= expected.high < now or shift > max(
-            CRITICAL_SIGMA * spread, expected.high - expected.loss
-        )
+        return now - shift <= expected.high < now or shift > max(CRITICAL_SIGMA * spread, expected.high - expected.loss)
+
+    @property
+    def chance(self) -> float:
+        """That a healthy run of this many rows shows what the charts hold now, by the rates of white noise."""
+        return self._charts.probability(self._rows)
 
     def rebaseline(self, step: int) -> None:
         self._window.clear()
@@ -218,4 +227,4 @@ class LevelShift:
         self._reset()
 
 
-_SILENT: Final = {"explanation": ""}
+_SILENT: Final[dict[str, Any]] = {"explanation": ""}

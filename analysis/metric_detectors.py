@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from rungwise.analysis.alerts import Detector, Row, Signal
@@ -215,8 +216,7 @@ def metric_detectors(basis: Basis) -> Iterator[Detector]:
     yield Rise("train/grad_norm", "grad_norm_rise", peers=peers)
     yield HiddenRise("train/grad_norm", peers=peers)
     for name in ("drop_fraction", "sender_drop_fraction", "receiver_drop_fraction"):
-        drops = comparable_drops(peers, basis.forecast.target) if peers is not None and basis.forecast else None
-        yield Rise(f"moe/{name}", f"{name}_rise", peers=drops, floor=0.005, gap=0.2, rise=0.5)
+        yield Rise(f"moe/{name}", f"{name}_rise", peers=peers, floor=0.005, gap=0.2, rise=0.5)
     yield Rise("moe/expert_load_max_over_mean", "expert_load_rise", peers=peers, gap=0.15, rise=0.3)
     yield Rise("moe/rank_load_max_over_mean", "rank_load_rise", peers=peers, gap=0.1, rise=0.2)
     yield Rise("moe/router_entropy", "router_entropy_fall", peers=peers, falls=True, gap=0.05, rise=0.1)
@@ -231,8 +231,11 @@ def metric_detectors(basis: Basis) -> Iterator[Detector]:
 
 
 def comparable_drops(peers: pd.DataFrame, target: Mapping[str, object]) -> pd.DataFrame:
-    """The peers whose transport, tokens per rank and capacity are the target's; all of them where none is stated."""
-    for name in COMPARABLE:
-        if name in peers.columns and target.get(name) is not None:
-            peers = peers.loc[peers[name] == target[name]]
-    return peers
+    """The peers without the drops of those whose transport, tokens per rank or capacity is not the target's.
+
+    A setting counts where the peers' table has it as a column and the target states it.
+    """
+    known = [name for name in COMPARABLE if name in peers.columns and target.get(name) is not None]
+    other = np.any([peers[name].to_numpy() != target[name] for name in known], axis=0) if known else np.False_
+    drops = [name for name in peers.columns if "drop" in str(name) or "tokens_lost" in str(name)]
+    return peers if not np.any(other) else peers.assign(**{str(name): peers[name].mask(other) for name in drops})

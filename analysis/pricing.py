@@ -1,7 +1,7 @@
 """What a gap in loss is worth in compute under a registered law, with its range over the floors the rungs allow."""
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class Pricing:
         self.law = PowerLaw(*(float(law[key]) for key in ("floor", "amplitude", "exponent"))) if law else None
         self._floors, self._exponents, self._weights = _profile(forecast)
 
-    def cost(self, loss: float, gap: float) -> dict[str, float | None]:
+    def cost(self, loss: float, gap: float) -> dict[str, Any]:
         """cost, cost_low and cost_high of a loss `gap` (positive) above `loss`; None where no law tells.
 
         The range holds the floors of the profile but 5 % of their weight at each end.

@@ -53,4 +53,4 @@ class Reference:
         values = [column[left] + share * (column[right] - column[left]) for column in self._columns]
         losses = self._columns[0]
         slope = (losses[right] - losses[left]) / math.log(at[right] / max(at[left], 1e-12))
-        return Expected(*values, slope)
+        return Expected._make([*values, slope])

@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-
 MEDIAN_ERROR: Final = 1.57
 """Variance of a median over that of a mean, of Gaussian values."""
 
@@ -149,7 +148,7 @@ class Trend:
     BLOCKS: Final = 40
     RECENT: Final = (8, 12, 16)
     LEAST: Final = 16
-    SIGMA: Final = 5.0
+    SIGMA: Final = 4.2
     WANDER: Final = 3.0
     USUAL: Final = 0.01
     """What a gap is taken to be usually while fewer than `PRIOR` were seen."""

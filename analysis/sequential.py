@@ -78,8 +78,7 @@ class Charts:
             if level > best:
                 best, self._leader = level, index
         self.level = max(best, 0.0)
-        # The next more patient chart dates a rise best: the quickest often leaves zero late, the slowest early.
-        self.since = self._since[max(self._leader - 1, 0)] if best > 0 else None
+        self.since = self._since[self._leader] if best > 0 else None
         return self.level
 
     def probability(self, rows: int) -> float:

@@ -25,6 +25,8 @@ WATCHED: Final = (
     *("train/loss", "eval/loss", "eval/bits_per_byte", "train/grad_norm", "train/param_norm", "train/learning_rate"),
     *("moe/drop_fraction", "perf/tokens_per_second", "perf/mfu"),
 )
+NEAR: Final = 0.25
+"""A value's log this near to the level is in the unit it was."""
 FRACTIONS: Final = ("moe/drop_fraction", "perf/mfu")
 
 
@@ -32,8 +34,8 @@ class Units:
     """Recognises and undoes a change of unit; a detector like any other for what it finds.
 
     A value that is a scale's factor from the level of the last 32 rows, within their noise, is held to be in another
-    unit and judged as such at once; the alert opens when `CONFIRM` rows running agree (`LONG` for nats and bits). A
-    fraction must leave 0 to 1 for that, or come back.
+    unit and judged as such at once; the alert opens when `CONFIRM` rows running agree in the mean (`LONG` for nats and
+    bits). A fraction must leave 0 to 1 for that, or come back.
     Memory: 32 rows of each metric, and its factor.
     """
 
@@ -46,10 +48,10 @@ class Units:
         self.metric = "train/loss"
         self._levels = {name: Level(32, prior=0.1) for name in WATCHED}
         self._factors: dict[str, tuple[str, float]] = {}
-        self._pending: dict[str, tuple[str, int, int]] = {}
+        self._pending: dict[str, tuple[str, int, list[float]]] = {}
         self._astray: dict[str, int] = {}
         self._told: dict[str, Signal] = {}
-        self._firing = False
+        self._said: Signal | None = None
 
     def convert(self, row: Row) -> Row:
         """The row with values of another unit turned back into the one each metric began with."""
@@ -67,12 +69,12 @@ class Units:
         factor = self._factors.get(name, ("", 1.0))[1]
         kept = value / factor
         off = math.log(kept) - level.centre
-        if level.count < self.ROWS or abs(off) < 0.3:
+        if level.count < self.ROWS or abs(off) < NEAR:
             level.add(row.step, math.log(kept))
             self._pending.pop(name, None)
             self._astray.pop(name, None)
             return kept
-        if factor != 1.0 and abs(math.log(value) - level.centre) < 0.3:
+        if factor != 1.0 and abs(math.log(value) - level.centre) < NEAR:
             self._factors.pop(name)
             self._told.pop(name, None)
             return value
@@ -81,15 +83,22 @@ class Units:
             self._pending.pop(name, None)
             self._stray(name, level)
             return kept
-        before, since, count = self._pending.get(name, (scale, row.step, 0))
-        since, count = (since, count + 1) if before == scale else (row.step, 1)
-        self._pending[name] = (scale, since, count)
+        before, since, misses = self._pending.get(name, (scale, row.step, []))
+        if before != scale:
+            since, misses = row.step, []
+        exact = (LOGARITHMS | SCALES)[scale]
+        misses.append(off - math.log(exact))
+        self._pending[name] = (scale, since, misses)
         slow = scale in LOGARITHMS
-        if count >= (self.LONG if slow else self.CONFIRM):
+        if len(misses) >= (self.LONG if slow else self.CONFIRM):
+            if abs(sum(misses)) / len(misses) > max(3.0 * level.spread / math.sqrt(len(misses)), 0.01):
+                self._pending.pop(name)
+                self._stray(name, level)
+                return kept
             self._confirm(name, scale, since, value=value, level=level)
         elif slow:
             return kept
-        return kept / (LOGARITHMS | SCALES)[scale]
+        return kept / exact
 
     def _stray(self, name: str, level: Level) -> None:
         """A value far from the level that no unit explains: with enough of them the level is learned anew."""
@@ -100,14 +109,10 @@ class Units:
 
     def _scale(self, name: str, level: Level, off: float, value: float) -> str | None:
         """The factor that `off` is within the noise, in words."""
-        near = min(max(2.5 * level.spread, 0.01), 0.2)
-        for words, factor in SCALES.items():
-            percent = factor in (100.0, 0.01)
-            if abs(off - math.log(factor)) <= (min(near, 0.05) if percent and name not in FRACTIONS else near):
-                return words if name not in FRACTIONS or value > 1.0 else None
-        if "loss" in name:
-            return next((w for w, factor in LOGARITHMS.items() if abs(off - math.log(factor)) <= min(near, 0.03)), None)
-        return None
+        near = min(max(4.0 * level.spread, 0.01), 0.4)
+        scales = SCALES | LOGARITHMS if "loss" in name else SCALES
+        words = next((words for words, factor in scales.items() if abs(off - math.log(factor)) <= near), None)
+        return None if name in FRACTIONS and value <= 1.0 else words
 
     def _confirm(self, name: str, scale: str, since: int, *, value: float, level: Level) -> None:
         factor = (LOGARITHMS | SCALES)[scale] * self._factors.get(name, ("", 1.0))[1]
@@ -122,12 +127,10 @@ class Units:
 
     def observe(self, row: Row) -> Signal | None:
         if not self._told:
-            return (
-                Signal(level=0.0, observed=0.0, expected=None, since=row.step, explanation="") if self._firing else None
-            )
-        self._firing = True
+            return None if self._said is None else replace(self._said, level=0.0)
         self.metric = next(reversed(self._told))
-        return self._told[self.metric]
+        self._said = self._told[self.metric]
+        return self._said
 
     def declare(self, change: Change, step: int) -> None: ...
 
@@ -139,4 +142,4 @@ class Units:
         self._pending.clear()
 
     def resolved(self) -> None:
-        self._firing = False
+        self._said = None

@@ -38,8 +38,8 @@ def build_mesh(
     found = list(jax.devices() if devices is None else devices)
     needed = math.prod(shape)
     if needed > len(found) or (needed < len(found) and jax.process_count() > 1):
-        remedy = "choose smaller axes"
-        if found[0].platform == "cpu":
+        remedy = "choose smaller axes" if needed > len(found) else "choose axes that use all, or fewer processes"
+        if needed > len(found) and found[0].platform == "cpu":
             remedy += f", or pretend with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         wanted = ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
         raise ValueError(f"mesh {wanted} needs {needed} devices, {len(found)} present; {remedy}")
@@ -48,7 +48,8 @@ def build_mesh(
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """The same axes without devices: to lower a program for a machine that is not here."""
-    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def in_use(mesh: Mesh | AbstractMesh, axes: Sequence[str] = AXES) -> Axes:

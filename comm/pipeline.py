@@ -76,8 +76,8 @@ def pipeline_gradient(
 def gpipe(pipeline: Pipeline, params: Tree, microbatches: Tree, *, axis: str, num_chunks: int = 1) -> PipelineResult:
     """All microbatches forward through this stage; differentiable, and its transpose runs them backward.
 
-    Every forward pass stays alive until all are through: wrap what `Pipeline.run` does in `jax.checkpoint` to keep its
-    inputs alone. With several chunks as many microbatches as there are stages pass one chunk after another.
+    A stage keeps what it is given of every microbatch and computes itself again in its backward. With several chunks as
+    many microbatches as there are stages pass one chunk after another.
 
     Source: Huang et al. 2019, GPipe.
     """
@@ -88,16 +88,20 @@ def gpipe(pipeline: Pipeline, params: Tree, microbatches: Tree, *, axis: str, nu
     like = _shapes(pipeline, params, microbatches)
     nothing = (jnp.zeros((), jnp.float32), _zeros(like.figures), _zeros(like.ending))
 
-    def tick(arrived: jax.Array, number: jax.Array) -> tuple[jax.Array, Tree]:
+    def work(params: Tree, arrived: jax.Array, number: jax.Array) -> tuple[jax.Array, ...]:
         unit = number - stage
         chunk = unit // group % num_chunks
         microbatch = unit // (group * num_chunks) * group + unit % group
         here = _Position((stage == 0) & (chunk == 0), (stage == num_stages - 1) & (chunk == num_chunks - 1), chunk)
-        carry, *given = jax.lax.cond(
+        return jax.lax.cond(
             (unit >= 0) & (unit < units) & (microbatch < count),
             lambda: varying(_through(pipeline, params, arrived, _at(microbatches, microbatch), here, like)),
             lambda: varying((arrived, *nothing)),
         )
+
+    def tick(arrived: jax.Array, number: jax.Array) -> tuple[jax.Array, Tree]:
+        # Without it the conditional would hand out the weights for its transpose, and the scan keep them once a tick.
+        carry, *given = jax.checkpoint(work, prevent_cse=False)(params, arrived, number)
         return _pass_on(carry, axis, 1), given
 
     def by_chunk(leaf: jax.Array) -> jax.Array:  # [ticks, …] → [chunks, microbatches, …]
@@ -197,16 +201,9 @@ def _one_forward_one_backward(
             return jax.lax.cond(here.last, lambda: varying(idle), compute), idle, kept.grads, kept.result
 
         def backward() -> Tree:
-            def objective(params: Tree, carry: jax.Array) -> Tree:
-                out, objective, figures, ending = _through(pipeline, params, carry, microbatch, here, like)
-                return varying((out, objective)), (figures, ending)
-
-            (_, value), pull, (figures, ending) = jax.vjp(objective, params, carry, has_aux=True)
-            ahead = jnp.where(here.last, jnp.zeros_like(cotangent), cotangent)
-            grads, behind = pull((ahead, jnp.ones_like(value)))
+            grads, behind, *report = _pulled(pipeline, params, carry, cotangent, microbatch, here, like)
             total = jax.tree.map(lambda sum_, leaf: sum_ + leaf.astype(jnp.float32), kept.grads, grads)
-            result = _with(kept.result, step, here.last, value, figures, ending)
-            return idle, behind, total, result
+            return idle, behind, total, _with(kept.result, step, here.last, *report)
 
         ahead, behind, grads, result = jax.lax.switch(
             step.action, [lambda work=work: varying(work()) for work in (rest, forward, backward)]
@@ -228,6 +225,26 @@ def _one_forward_one_backward(
     return kept.grads, kept.result
 
 
+def _pulled(
+    pipeline: Pipeline,
+    params: Tree,
+    carry: jax.Array,
+    cotangent: jax.Array,
+    microbatch: Tree,
+    here: _Position,
+    like: _Shapes,
+) -> tuple[Tree, jax.Array, jax.Array, Tree, Tree]:
+    """One microbatch through one position and back: gradients by parameters and carry, objective, figures, ending."""
+
+    def objective(params: Tree, carry: jax.Array) -> Tree:
+        carry, objective, figures, ending = _through(pipeline, params, carry, microbatch, here, like)
+        return varying((carry, objective)), (figures, ending)
+
+    (_, value), pull, report = jax.vjp(objective, params, carry, has_aux=True)
+    ahead = jnp.where(here.last, jnp.zeros_like(cotangent), cotangent)
+    return *pull((ahead, jnp.ones_like(value))), value, *report
+
+
 def _with(
     result: PipelineResult, step: Step, last: jax.Array, objective: jax.Array, figures: Tree, ending: Tree
 ) -> PipelineResult:
@@ -244,7 +261,7 @@ def _with(
 
 
 def _pass_on(values: jax.Array, axis: str, direction: int) -> jax.Array:
-    """Each stage's values to the next one (1) or the one before (−1), around the end, where it is not read."""
+    """Each stage's values to the next one (1) or the one before (−1), around the end, which chunks alone read."""
     stages = range(jax.lax.axis_size(axis))
     return jax.lax.ppermute(values, axis, [(stage, (stage + direction) % len(stages)) for stage in stages])
 

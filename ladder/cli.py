@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NoReturn, cast
 
 import typer
 
-from rungwise.ladder import cli_studies, cli_watch
+from rungwise.ladder import cli_course, cli_studies, cli_watch
 from rungwise.ladder.cli_options import Family, Home, Json, Tracking, show_traceback_if_asked
 
 app = typer.Typer(
@@ -103,6 +103,12 @@ def run(
     ] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Cores for runs side by side; else all.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory for runs side by side, as 16GB; else no limit.")] = None,
+    cooldowns: cli_course.Cooldowns = None,
+    keep_at: cli_course.KeepAt = None,
+    steps: cli_course.Steps = None,
+    engineering: cli_course.Engineering = False,
+    anyway: cli_course.Anyway = False,
+    price: cli_course.Price = None,
     home: Home = None,
     tracking: Tracking = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress view.")] = False,
@@ -118,7 +124,7 @@ def run(
     from rungwise.ladder.home import resolve_home
     from rungwise.ladder.memory import parse_bytes
     from rungwise.ladder.processes import is_first
-    from rungwise.ladder.run import Budget, run_ladder, usable_cores
+    from rungwise.ladder.run import Budget, usable_cores
     from rungwise.ladder.slurm import JobOptions
 
     if rung and hero:
@@ -130,7 +136,11 @@ def run(
     jobs = options if launcher == "slurm" else None
     budget = Budget(cores=cores or usable_cores(), memory=None if memory is None else parse_bytes(memory))
     folder, runs = resolve_home(home), tuple(rung) if rung else None
-    run_ladder(
+    if engineering or steps is not None:
+        cli_course.qualify_run(family, steps, engineering, runs=runs, home=folder, tracking=tracking, as_json=as_json)
+        return
+    start = cli_course.starter(family, cooldowns, keep_at, home=folder, runs=runs, hero=hero, jobs=jobs)
+    start(
         family,
         home=folder,
         runs=runs,
@@ -140,6 +150,8 @@ def run(
         jobs=jobs,
         mesh=mesh,
         budget=budget,
+        anyway=anyway,
+        price_per_hour=price,
     )
     if not is_first():
         return
@@ -259,6 +271,10 @@ def report(
         console.print_json({"family": family, "report": str(path)})
     else:
         print(path)
+
+
+for _name, _verb in (("replan", cli_course.replan), ("branch", cli_course.branch)):
+    app.command(name=_name)(_verb)
 
 
 for _name, _verb in (("sweep", cli_studies.sweep), ("drops", cli_studies.study_drops), ("bench", cli_studies.bench)):

@@ -4,7 +4,7 @@ A ladder has one number of tokens a parameter; a branch that ends at a share of 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -70,27 +70,58 @@ def begin_cooldown(folder: Path, cooldown: Cooldown) -> RunConfig:
     return config
 
 
+def parse_shares(option: str, text: str) -> tuple[float, ...]:
+    """`0.3,0.6` as shares of a run.
+
+    Raises:
+        ValueError: not numbers between 0 and 1.
+    """
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise ValueError(f"{option} {text!r}: give shares of the run between 0 and 1, as 0.3,0.6")
+    return shares
+
+
+def keep_runs(
+    family: str, shares: Iterable[float], *, home: Path, runs: tuple[str, ...] | None = None, hero: bool = False
+) -> tuple[str, ...]:
+    """Asks the named runs, by default all rungs, or the hero for checkpoints to be kept; their names."""
+    config = load_family(family)
+    wanted = (config.hero_run,) if hero else config.rung_runs
+    names = tuple(run.run for run in wanted if runs is None or run.run in runs)
+    for name in names:
+        keep_at(run_folder(home, config.name, name), shares)
+    return names
+
+
 def run_cooldowns(
-    family: str, cooldowns: tuple[Cooldown, ...], *, home: Path, runs: tuple[str, ...] | None = None, **options: Any
+    cooldowns: tuple[Cooldown, ...],
+    family: str,
+    *,
+    home: Path,
+    runs: tuple[str, ...] | None = None,
+    hero: bool = False,
+    **options: Any,
 ) -> None:
     """Trains the rungs, each keeping what its cooldowns need, and then the cooldowns.
 
     Args:
         runs: rungs by name; absent: all.
+        hero: False; a hero's branch is `early.run_branch`.
         options: of `run_ladder`.
     Raises:
         ValueError, RunFailed: as `run_ladder`; a rung that kept no checkpoint where a cooldown starts.
     """
     from rungwise.ladder.run import run_ladder
 
-    config = load_family(family)
-    names = [run.run for run in config.rung_runs if runs is None or run.run in runs]
-    for name in names:
-        keep_at(run_folder(home, config.name, name), (cooldown.start for cooldown in cooldowns))
+    assert not hero
+    names = keep_runs(family, [cooldown.start for cooldown in cooldowns], home=home, runs=runs)
     run_ladder(family, home=home, runs=runs, **options)
-    branches = [
-        begin_cooldown(run_folder(home, config.name, name), cooldown).run for name in names for cooldown in cooldowns
-    ]
+    folders = [run_folder(home, load_family(family).name, name) for name in names]
+    branches = [begin_cooldown(folder, cooldown).run for folder in folders for cooldown in cooldowns]
     run_ladder(family, home=home, runs=tuple(branches), **options)
 
 

@@ -178,7 +178,7 @@ def plan_course(course: Course) -> RunPlan:
     config = course[-1].base
     plan = plan_run(config)
     tokens = total_tokens(course)
-    if len(course) == 1 and config.start is None:
+    if config == course[0].base and config.start is None:
         return plan
     counted = dict.fromkeys((name for name in vars(plan) if name.startswith("flops")), 0.0)
     for segment in course:

@@ -21,7 +21,7 @@ from rungwise.comm.config import SPILLING, TRANSPORTS, TransportConfig
 from rungwise.comm.drop_study import Drops, calibrate, simulate
 from rungwise.comm.routing import Traffic, balanced
 from rungwise.ladder.course import course_of, load_events, segment_at
-from rungwise.ladder.drops_context import likeness, traffic_of
+from rungwise.ladder.drops_context import fit_traffic, traffic_of
 from rungwise.ladder.drops_published import GROUPS, TRAINED, Group
 from rungwise.ladder.family import RunConfig
 
@@ -169,6 +169,10 @@ class Measured:
     sender_drop_fraction: float
     receiver_drop_fraction: float
     sizes: Sizes
+    run_config: RunConfig
+    """In effect at that step."""
+    deviations: tuple[float, ...]
+    """Of expert loads, a layer each."""
 
 
 def read_run(folder: str | Path, *, step: int | None = None) -> Measured:
@@ -196,6 +200,8 @@ def read_run(folder: str | Path, *, step: int | None = None) -> Measured:
         config=config.transport,
         **{name: float(tables[name].loc[at].mean()) for name in _DROPS},
         sizes=Sizes(width=model.routed_dim, inner=model.expert_dim, itemsize=4),
+        run_config=config,
+        deviations=tuple(map(float, deviations.loc[at])),
     )
 
 
@@ -275,17 +281,27 @@ def study_result(
     configs = make_configs(measured.traffics[0], **options)
     configs = [measured.config, *(config for config in configs if config != measured.config)]
     traffics = [dataclasses.replace(traffic, seed=shape.seed) for traffic in measured.traffics]
-    many = [dataclasses.replace(traffic, seed=traffic.seed + draw) for traffic in traffics for draw in range(draws)]
-    tilt = likeness(many, measured.config, measured.drop_fraction)
-    traffics = [dataclasses.replace(_at_context(traffic, context), document_tilt=tilt) for traffic in traffics]
+    if context is None:
+        tilt = _likeness(traffics, measured, draws=draws)
+        traffics = [dataclasses.replace(traffic, document_tilt=tilt) for traffic in traffics]
+    else:
+        fitted = fit_traffic(measured.run_config, measured.deviations, measured.sender_drop_fraction, draws=1)
+        traffics = [_at_context(dataclasses.replace(traffic, seed=shape.seed), context) for traffic in fitted]
     rows = study(traffics, configs, draws=draws, sizes=measured.sizes)
     own = {name: getattr(measured, name) for name in ("run", "step", *_DROPS)}
     return {"traffic": describe(traffics[0]), "measured": own, "rows": rows}
 
 
-def _at_context(traffic: Traffic, context: int | None) -> Traffic:
-    if context is None:
-        return traffic
+def _likeness(traffics: Sequence[Traffic], measured: Measured, *, draws: int) -> float:
+    """The document tilt that makes the run's own transport drop what it did; 0 where popularity alone drops as much."""
+    many = [dataclasses.replace(traffic, seed=traffic.seed + draw) for traffic in traffics for draw in range(draws)]
+    try:
+        return calibrate(many, measured.config, measured.drop_fraction, by="document_tilt", low=0.02, high=3.0)
+    except ValueError:
+        return 0.0
+
+
+def _at_context(traffic: Traffic, context: int) -> Traffic:
     if context < 1 or traffic.tokens_per_rank % context:
         raise ValueError(f"--context {context} does not divide the {traffic.tokens_per_rank} tokens of a rank")
     return dataclasses.replace(traffic, documents_per_rank=traffic.tokens_per_rank // context)

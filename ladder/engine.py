@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from rungwise.ladder.family import RunConfig
-from rungwise.ladder.mesh_config import MeshConfig
 from rungwise.ladder.schedule import Horizon
 from rungwise.ladder.step import (
     StepFigures,
@@ -33,11 +32,6 @@ EvalStep = Callable[[Any, Int[np.ndarray, "batch tokens"]], Float[np.ndarray, " 
 
 class Engine(Protocol):
     """Devices a run's state lives on. Steps of any config with the same parameters may be compiled on one engine."""
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process writes journal, mirror and events: of several, the first alone."""
-        ...
 
     @property
     def devices(self) -> str:
@@ -74,8 +68,6 @@ class Engine(Protocol):
 class OneDevice:
     """Everything on the default device; ranks that share experts are virtual."""
 
-    writes = True
-
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._like: TrainState = jax.eval_shape(lambda: init_state(config))
@@ -107,7 +99,7 @@ def build_engine(config: RunConfig) -> Engine:
     Raises:
         ValueError: the mesh needs more devices than there are.
     """
-    if config.mesh == MeshConfig():
+    if config.mesh.num_devices == 1 and config.mesh.offload == "nothing" and jax.process_count() == 1:
         return OneDevice(config)
     from rungwise.ladder.mesh_engine import MeshEngine
 

@@ -65,8 +65,10 @@ class ExecutionConfig(Record):
     compute_dtype: Literal["by_device", "float32", "bfloat16"] = Field(
         default="by_device", description="of matrix products; by_device: float32 on CPU, bfloat16 on accelerators"
     )
-    rematerialize: Literal["nothing", "blocks", "blocks_keep_communication"] = Field(
-        default="nothing", description="what the backward pass computes again instead of keeping"
+    rematerialize: Literal["nothing", "blocks", "blocks_keep_communication", "blocks_offload"] = Field(
+        default="nothing",
+        description="what the backward pass computes again instead of keeping; blocks_offload: all but what crossed a"
+        " rank, with each layer's input kept in the host's memory",
     )
     microbatches: int = Field(default=1, ge=1, description="parts of a batch whose gradients are added, in float32")
 

@@ -29,11 +29,11 @@ from rungwise.ladder.predict import CURVE_METRICS, FamilyRuns
 Array = NDArray[np.float64]
 
 LEAST_RUNGS: Final = 3
-ROWS: Final = 120
+ROWS: Final = 60
 """Means of rows that a curve is reduced to before its law is fitted."""
 FIRST: Final = 0.01
 """Share of a run from which its rows are fitted."""
-NUM_STARTS: Final = 3
+NUM_STARTS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,28 +110,29 @@ def _from_branch(runs: FamilyRuns, branch: RunRecord, wanted: Cooldown, *, moved
 
 
 def _from_law(trunk: RunRecord, wanted: Cooldown) -> _Rung:
-    """A rung as its law of schedules has it on the wanted course."""
+    """A rung as its law of schedules has it on the wanted course: its own loss there, times what the law changes."""
     (row,) = ladder_points([trunk]).to_dict("records")
     steps, own = int(trunk.plan["steps"]), _rates(trunk)
     end = round(wanted.end * steps)
     other = _redirected(own, wanted, steps, end)
     law = _fit([(own, _rows(trunk, "train/loss"))])
-    before, after = (
-        float(law.value(_schedule(rates), np.array([at]))[0]) for rates, at in ((own, steps), (other, end))
-    )
-    shift = math.log(after / before)
-    row["loss"] *= math.exp(shift)
+
+    def changed(at: Array) -> Array:
+        """Factor on the rung's own loss at each step; past its end, on its last."""
+        ratio = law.value(_schedule(other), at) / law.value(_schedule(own), np.minimum(at, steps))
+        return np.where(at > wanted.start * steps, ratio, 1.0)
+
+    curves = {}
+    for metric in CURVE_METRICS:
+        rows = _rows(trunk, metric)
+        at, loss = rows["step"].to_numpy(float), rows["loss"].to_numpy(float)
+        upto = np.append(at[at < end], float(end))
+        curves[metric] = pd.DataFrame({"step": upto, "loss": np.interp(upto, at, loss) * changed(upto)})
+    row["loss"] = float(curves[row["metric"]]["loss"].iloc[-1])
+    shift = math.log(float(changed(np.array([float(end)]))[0]))
     for name in ("steps", "tokens", *(name for name in row if name.startswith("flops"))):
         row[name] = row[name] * end / steps
     row["tokens_per_active_param"] = row["tokens"] / row["num_active_params"]
-    curves = {}
-    for metric in CURVE_METRICS:
-        rows = _rows(trunk, metric, last=end)
-        at = rows["step"].to_numpy(float)
-        ratio = np.where(
-            at > wanted.start * steps, law.value(_schedule(other), at) / law.value(_schedule(own), at), 1.0
-        )
-        curves[metric] = rows.assign(loss=rows["loss"] * ratio)
     return _Rung(point=_named(row, trunk), curves=curves, shift=shift)
 
 

@@ -152,7 +152,7 @@ def _axes(op: Any, kind: str, sizes: dict[str, int]) -> tuple[str, ...]:
     members = np.array(groups)[0]
     axes = _axes_of(members, sizes)
     if math.prod(sizes[axis] for axis in axes) != len(members):
-        raise ValueError(f"{kind} over {len(members)} ranks, which are no axes of {sizes}; lower with the run's own mesh")
+        raise ValueError(f"{kind} over {len(members)} ranks, no axes of {sizes}; give the sizes of the step's own mesh")
     return axes
 
 

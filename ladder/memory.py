@@ -6,7 +6,7 @@ state are there in all of them.
 
     layers     = saved activations of all layers + gradients + work of one layer
     loss       = saved activations of all layers + 2 × logits + gradient of the head
-    update     = gradients + work of the optimizer
+    update     = gradients + work of the optimizer + work of the balancing bias
     evaluation = the larger of the batch's logits and one layer's work on it
 
 What is exact, what is estimated and how far off it was: `docs/memory.md`.
@@ -30,6 +30,7 @@ from rungwise.ladder.memory_layer import (
 )
 from rungwise.ladder.memory_weights import DeviceWeight, device_weights, is_matrix, moments, square_share
 from rungwise.ladder.mesh_config import MeshConfig, check_mesh
+from rungwise.ladder.phases import Phase, has_phases, plan_phases
 
 Device = Literal["cpu", "accelerator"]
 
@@ -124,7 +125,7 @@ class MemoryPlan:
 def plan_memory(
     config: RunConfig, mesh: MeshConfig | None = None, *, device: Device = "accelerator", fused: bool = False
 ) -> MemoryPlan:
-    """Bytes of the fullest device, for the run's own mesh or another.
+    """Bytes of the fullest device in the phase of the run that needs most, for its own mesh or another.
 
     Args:
         device: type of products where the family leaves it to the device, and the form of grouped products.
@@ -134,6 +135,12 @@ def plan_memory(
     """
     mesh = config.mesh if mesh is None else mesh
     check_mesh(mesh, run=config.run, data_replicas=config.data_replicas, num_ranks=config.transport.num_ranks)
+    parts = plan_phases(config) if has_phases(config) else [Phase(0, config.steps, config)]
+    plans = [_plan_phase(part.config, mesh, device=device, fused=fused) for part in parts]
+    return max(plans, key=lambda plan: plan.total)
+
+
+def _plan_phase(config: RunConfig, mesh: MeshConfig, *, device: Device, fused: bool) -> MemoryPlan:
     share = device_share(config, mesh, device=device, fused=fused)
     weights = device_weights(config, mesh)
     resident, host = _resident(config, mesh, weights)
@@ -145,7 +152,8 @@ def plan_memory(
     phases = {
         "layers": resident | kept | sums | {"gradients": held, "layer_work": work},
         "loss": resident | kept | sums | _loss(config, share, fused=fused),
-        "update": resident | {"gradients": parts, "update_work": _update_work(config, weights)},
+        "update": resident
+        | {"gradients": parts, "update_work": _update_work(config, weights), "bias_work": 2 * kept["saved_margins"]},
         "evaluation": resident | _evaluation(config, mesh, share, fused=fused),
     }
     return MemoryPlan(

@@ -83,10 +83,12 @@ def _fields(record: ExecutionConfig, text: str) -> dict[str, str]:
     Raises:
         ValueError: one is no field of it.
     """
-    changes = dict(part.partition("=")[::2] for part in filter(None, text.split(",")))
+    pairs = (part.partition("=") for part in filter(None, text.split(",")))
+    changes = {name: value for name, _, value in pairs}
+    known = type(record).model_fields
     for name in changes:
-        if name not in type(record).model_fields:
-            raise ValueError(f"execution {text!r}: {name!r} is no field; fields: {', '.join(type(record).model_fields)}")
+        if name not in known:
+            raise ValueError(f"execution {text!r}: {name!r} is no field=value; fields: {', '.join(known)}")
     return changes
 
 

@@ -176,8 +176,7 @@ def _crossed(model: ModelConfig, transport: TransportConfig, share: DeviceShare)
     """Bytes that arrived from other ranks, out and back, all waves."""
     if transport.num_ranks == 1:
         return 0
-    rows, tokens = rows_of(model, transport, share), share.tokens // share.ranks
-    row = model.routed_dim * share.itemsize
+    rows, row = rows_of(model, transport, share), model.routed_dim * share.itemsize
     travelling = row_bytes(transport, width=model.routed_dim, itemsize=share.itemsize) if share.on_mesh else row
     if transport.name == "dropless":
         copies = share.ranks if share.on_mesh else share.ranks // transport.num_ranks  # virtual ranks share one

@@ -17,7 +17,15 @@ _GROUPS = {
     "… of them transport": ("saved_transport",),
     "layer at work": ("layer_work",),
     "logits": ("logits",),
-    "optimizer at work": ("update_work",),
+    "optimizer at work": ("update_work", "bias_work"),
+}
+
+
+_PHASES = {
+    "layers": "while layers run backwards",
+    "loss": "… the loss is differentiated",
+    "update": "… weights are moved",
+    "evaluation": "… a batch is evaluated",
 }
 
 
@@ -31,11 +39,12 @@ def size_text(size: float | None) -> str:
 
 
 def memory_table(memory: Row, names: Sequence[str]) -> Table:
-    """Bytes of one device by part, in the phase that needs most; a column a run."""
+    """Bytes of one device by part and by phase, a column a run."""
     runs = [memory["runs"][name] for name in names]
-    note = f"Planned for {'an accelerator' if memory['device'] == 'accelerator' else 'a CPU'}; parts are those of the"
-    note += " phase that needs most. Weights, gradients, optimizer state and buffers are exact, what is at work is"
-    note += " estimated."
+    note = (
+        f"Planned for {'an accelerator' if memory['device'] == 'accelerator' else 'a CPU'}. Parts at their largest, not"
+    )
+    note += " all at once; the phase that needs most counts. What is at work is estimated, the rest is exact."
     table = build_table("memory of one device, bytes", "", *names, caption=note)
     table.columns[0].no_wrap = True
     rows: dict[str, Callable[[Row], str]] = {
@@ -43,10 +52,11 @@ def memory_table(memory: Row, names: Sequence[str]) -> Table:
         "tokens at once": lambda r: f"{r['tokens_per_device']:,}",
     }
     for label, prefixes in _GROUPS.items():
-        rows[label] = lambda r, prefixes=prefixes: size_text(_sum(r["phases"][r["peak_phase"]], prefixes))
+        rows[label] = lambda r, prefixes=prefixes: size_text(max(_sum(part, prefixes) for part in r["phases"].values()))
+    for phase, label in _PHASES.items():
+        rows[label] = lambda r, phase=phase: size_text(_sum(r["phases"][phase], ("",)))
     rows |= {
-        "total": lambda r: f"[bold]{size_text(r['total'])}[/]",
-        "most in": lambda r: r["peak_phase"],
+        "most": lambda r: f"[bold]{size_text(r['total'])}[/]",
         "waves": lambda r: str(r["buffers"]["waves"]),
         "send, a wave": lambda r: size_text(r["buffers"]["send"]),
         "receive, a wave": lambda r: size_text(r["buffers"]["receive"]),
@@ -55,7 +65,7 @@ def memory_table(memory: Row, names: Sequence[str]) -> Table:
     if memory["device_memory"] is not None:
         rows[f"in {size_text(memory['device_memory'])}"] = _verdict
     for label, text in rows.items():
-        table.add_row(label, *map(text, runs), end_section=label in ("tokens at once", "optimizer at work", "most in"))
+        table.add_row(label, *map(text, runs), end_section=label in ("tokens at once", "optimizer at work", "most"))
     return table
 
 

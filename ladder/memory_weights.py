@@ -86,10 +86,7 @@ def stack_dims(name: str) -> int:
 def square_share(name: str, shape: tuple[int, ...]) -> float:
     """Elements of the square of a matrix's smaller side over those of the matrix."""
     dims = shape[stack_dims(name) :]
-    if name.endswith("attention.out"):
-        rows = dims[0] * dims[1]
-    else:
-        rows = dims[0]
+    rows = dims[0] * dims[1] if name.endswith("attention.out") else dims[0]
     per_matrix = math.prod(dims) // (2 if name.endswith("gate_up") else 1)
     columns = per_matrix // rows
     return min(rows, columns) / max(rows, columns)
@@ -150,11 +147,9 @@ def _place(name: str, shape: tuple[int, ...], used: dict[str, int], mesh: MeshCo
 
 
 def _is_sliced(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) - name.startswith("layers.") >= 2 and not name.startswith(EXPERTS) and _stack_is_layers(name, shape)
-
-
-def _stack_is_layers(name: str, shape: tuple[int, ...]) -> bool:
-    return not is_matrix(name, shape) or stack_dims(name) == 1
+    """Whether a parameter is cut into slices where dense weights are: arrays of more than one dimension a layer."""
+    flat = len(shape) - name.startswith("layers.") < 2
+    return not flat and not name.startswith(EXPERTS) and (not is_matrix(name, shape) or stack_dims(name) == 1)
 
 
 def _dealt(shape: tuple[int, ...], sizes: dict[str, int], stack: int) -> int:

@@ -1,5 +1,8 @@
 """The engine of a mesh: a run's state on the devices of one or of several processes."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ from rungwise.comm.mesh import build_mesh
 from rungwise.ladder.family import RunConfig
 from rungwise.ladder.mesh_step import (
     EVERYWHERE,
+    HOST,
     SEQUENCES,
     TOKENS,
     MeshPlan,
@@ -22,13 +26,24 @@ from rungwise.ladder.step import StepFigures, TrainState, init_state, state_to_t
 Tree = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class MeshProgram:
+    """A compiled training step that takes batches as they come from the host."""
+
+    compiled: Any
+    place: Callable[[np.ndarray, Horizon], tuple[jax.Array, Horizon]]
+
+    def __call__(self, state: TrainState, tokens: np.ndarray, horizon: Horizon) -> tuple[TrainState, StepFigures]:
+        return self.compiled(state, *self.place(tokens, horizon))
+
+
 class MeshEngine:
     """A run's state on a mesh. Implements `ladder.engine.Engine`."""
 
     def __init__(self, config: RunConfig, *, mesh: Mesh | None = None) -> None:
         mesh = build_mesh(config.mesh.sizes) if mesh is None else mesh
+        _check_offload(config, mesh)
         self._config, self._mesh, self._plan = config, mesh, MeshPlan(config, mesh)
-        self.writes = jax.process_index() == 0
         self.devices = f"{jax.devices()[0].platform}, mesh {config.mesh}"
 
     def init_state(self) -> TrainState:
@@ -43,13 +58,17 @@ class MeshEngine:
         return state_to_tree(like)
 
     def to_tree(self, state: TrainState) -> Tree:
-        return state_to_tree(jax.jit(self._plan.unpack, out_shardings=self._whole_shardings)(state))
+        return state_to_tree(self._unpack(state))
 
     def from_tree(self, tree: Tree) -> TrainState:
         whole = tree_to_state(tree, self._plan.like)
-        return jax.jit(self._plan.pack, out_shardings=self._plan.shardings, donate_argnums=0)(whole)
+        return jax.jit(self._plan.pack, out_shardings=self._plan.shardings)(whole)
 
-    @property
+    @cached_property
+    def _unpack(self) -> Callable[[TrainState], TrainState]:
+        return jax.jit(self._plan.unpack, out_shardings=self._whole_shardings)
+
+    @cached_property
     def _whole_shardings(self) -> TrainState:
         """Where whole arrays lie that go to a checkpoint or come from one: dealt out along what axes divide."""
         layout, mesh = self._plan.layout, self._mesh
@@ -60,17 +79,14 @@ class MeshEngine:
         everywhere = NamedSharding(mesh, EVERYWHERE)
         like = self._plan.like
         optimizer = layout.map_state(place, like.optimizer, other=lambda _: everywhere)
-        return TrainState(layout.map(place, like.params), optimizer, everywhere, everywhere)
+        params = layout.map(place, like.params)
+        return like._replace(params=params, optimizer=optimizer, bias=everywhere, step=everywhere)
 
-    def compile_step(self, config: RunConfig, state: TrainState, tokens: np.ndarray, horizon: Horizon) -> Any:
+    def compile_step(self, config: RunConfig, state: TrainState, tokens: np.ndarray, horizon: Horizon) -> MeshProgram:
         config = config.replace(mesh=self._config.mesh)
         step = jit_mesh_step(config, self._plan)
         compiled = step.lower(state, self._dealt(config, tokens), self._copied(horizon)).compile()
-
-        def run(state: TrainState, tokens: np.ndarray, horizon: Horizon) -> tuple[TrainState, StepFigures]:
-            return compiled(state, self._dealt(config, tokens), self._copied(horizon))
-
-        return run
+        return MeshProgram(compiled, lambda tokens, horizon: (self._dealt(config, tokens), self._copied(horizon)))
 
     def eval_step(self, config: RunConfig, *, dropping: bool = False) -> Any:
         config = config.replace(mesh=self._config.mesh)
@@ -96,6 +112,15 @@ class MeshEngine:
         """An array that every process holds whole, each device its part."""
         array = np.asarray(array, np.int32) if array.dtype.kind in "iu" else array
         return jax.make_array_from_callback(array.shape, NamedSharding(self._mesh, spec), lambda index: array[index])
+
+
+def _check_offload(config: RunConfig, mesh: Mesh) -> None:
+    device = mesh.devices.flat[0]
+    if config.mesh.offload != "nothing" and HOST not in {memory.kind for memory in device.addressable_memories()}:
+        raise ValueError(
+            f"mesh.offload {config.mesh.offload!r}: devices of kind {device.device_kind!r} reach no memory of kind"
+            f" {HOST!r}; set offload = 'nothing'"
+        )
 
 
 def _dividing(shape: tuple[int, ...], axes: tuple[str, ...], mesh: Mesh) -> PartitionSpec:

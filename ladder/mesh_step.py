@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rungwise.comm.mesh import BATCH_AXES, DATA, EXPERT, PIPE, abstract_mesh
 from rungwise.ladder.family import RunConfig
@@ -27,6 +27,9 @@ from rungwise.ladder.step import (
     make_eval_step,
     make_train_step,
 )
+
+HOST = "pinned_host"
+"""Memory kind of what waits in the host's memory; on CPU there is no other memory, so nothing is saved there."""
 
 EVERYWHERE = PartitionSpec()
 TOKENS = PartitionSpec(DATA, EXPERT)
@@ -69,12 +72,7 @@ class MeshPlan:
         layout = self.layout
         params = layout.map(lambda leaf, _: leaf.rest_spec, self.like.params)
         state = layout.map_state(lambda leaf, _: leaf.part_spec, self.like.optimizer, other=lambda _: EVERYWHERE)
-        return TrainState(params, state, *self._everywhere)
-
-    @property
-    def _everywhere(self) -> Any:
-        """Of bias and step."""
-        return EVERYWHERE, EVERYWHERE
+        return self.like._replace(params=params, optimizer=state, bias=EVERYWHERE, step=EVERYWHERE)
 
     @property
     def shardings(self) -> TrainState:
@@ -83,7 +81,7 @@ class MeshPlan:
         if self.config.mesh.offload != "optimizer":
             return placed
         host = self.layout.map_state(
-            lambda _, sharding: sharding.with_memory_kind("pinned_host"), placed.optimizer, other=lambda place: place
+            lambda _, sharding: sharding.with_memory_kind(HOST), placed.optimizer, other=lambda place: place
         )
         return placed._replace(optimizer=host)
 
@@ -119,6 +117,8 @@ class MeshPlan:
 
     def _at(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         """An array gathered to where it can be cut and joined in place: one at a time, and no more than that."""
+        if isinstance(self.mesh, AbstractMesh) or AxisType.Explicit in self.mesh.axis_types:
+            return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
 
     def abstract_state(self) -> TrainState:
@@ -222,4 +222,4 @@ def lower_step(config: RunConfig, mesh: Mesh | AbstractMesh | None = None, *, pl
     tokens = jax.ShapeDtypeStruct(batch_shape(config), jnp.int32, sharding=places[0])
     horizon = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[1]), horizon)
     traced = jit_mesh_step(config, plan).trace(plan.abstract_state(), tokens, horizon)
-    return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
+    return traced.lower(lowering_platforms=(platform or jax.default_backend(),))

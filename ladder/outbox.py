@@ -91,6 +91,11 @@ class Outbox:
         """Failures in a row at a receiver."""
         return self._lines.get(name, _Line()).failures
 
+    def deliveries(self) -> Iterator[tuple[str, str, str]]:
+        """Receiver, what became of it and text of each message at each receiver, oldest first."""
+        for key, name in self._pairs():
+            yield name, self._done.get((key, name), "on its way").replace("_", " "), self.messages[key]["text"]
+
     def is_decided(self, key: str) -> bool:
         return key in self.messages or key in self.held
 

@@ -6,6 +6,7 @@ same code, and whatever depends on files is decided by the first. Checkpoints ar
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,12 +70,20 @@ def join_processes() -> None:
 
     if jax.distributed.is_initialized():
         return
+    _keep_output_to_results()
     jax.distributed.initialize(
         processes.coordinator,
         num_processes=processes.count,
         process_id=processes.index,
         local_device_ids=_own_devices(os.environ),
     )
+
+
+def _keep_output_to_results() -> None:
+    """Sends what libraries print on standard output, as Gloo does of its connections, to standard error."""
+    sys.stdout.flush()
+    sys.stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding)  # noqa: SIM115
+    os.dup2(2, 1)
 
 
 def _own_devices(environment: Mapping[str, str]) -> list[int] | None:

@@ -4,9 +4,8 @@ Words and tables are made here, curves in `rungwise.analysis.figures`, looks in 
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -20,9 +19,9 @@ from rungwise.analysis.fit import UnfitForecast
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.points import final_eval_loss
 from rungwise.analysis.source import RunRecord
-from rungwise.ladder.alert_file import recorded_alerts
 from rungwise.ladder.console import duration
 from rungwise.ladder.home import family_folder, make_folder
+from rungwise.ladder.outbox import Outbox
 from rungwise.ladder.plan_table import plan_cells
 from rungwise.ladder.predict import (
     FamilyRuns,
@@ -34,7 +33,6 @@ from rungwise.ladder.predict import (
     top_rung_loss,
 )
 from rungwise.ladder.report_figures import (
-    Picture,
     backtest_picture,
     drops_pictures,
     fit_picture,
@@ -42,42 +40,10 @@ from rungwise.ladder.report_figures import (
     leave_one_out_picture,
     trajectory_pictures,
 )
+from rungwise.ladder.report_page import Card, Section, Table
+from rungwise.ladder.report_watch import alerts_section, deliveries_section, events_section
 from rungwise.ladder.tables import backtest_text, half_width_text, law_text, loss_text, quantity
-from rungwise.ladder.watch import Verdict, judge_loaded
-
-Cells = Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """One of the four things the page opens with."""
-
-    name: str
-    value: str
-    note: str
-    tone: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    columns: list[str]
-    rows: Cells
-    wordy: bool = False
-    """Cells hold words rather than numbers: aligned left and wrapped."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    id: str
-    title: str
-    text: list[str] = field(default_factory=list)
-    pictures: list[Picture] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    note: str = ""
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to show."""
-        return bool(self.text or self.pictures or self.tables)
+from rungwise.ladder.watch import Verdict, judge_loaded, state_folder
 
 
 def write_report(family: str, *, home: Path, tracking: str | None = None, output: Path | None = None) -> Path:
@@ -95,12 +61,17 @@ def write_page(runs: FamilyRuns, *, home: Path, output: Path | None = None) -> P
         raise ValueError(f"family {runs.family} has no runs in {home}; train its rungs with `ladder run {runs.family}`")
     path = output or make_folder(family_folder(home, runs.family)) / "report.html"
     make_folder(path.parent)
-    path.write_text(render_report(runs), encoding="utf-8")
+    hero = state_folder(runs.family, runs.plan["hero"]["name"], home=home)
+    path.write_text(render_report(runs, outbox=Outbox(hero)), encoding="utf-8")
     return path
 
 
-def render_report(runs: FamilyRuns) -> str:
-    """The page as text; its figures are inside, and it loads nothing."""
+def render_report(runs: FamilyRuns, *, outbox: Outbox | None = None) -> str:
+    """The page as text; its figures are inside, and it loads nothing.
+
+    Args:
+        outbox: the hero's, for what became of its messages.
+    """
     outcome = hero_outcome(runs)
     verdict = judge_loaded(runs, runs.plan["hero"]["name"])
     source = resources.files("rungwise.ladder") / "templates" / "report.html.j2"
@@ -110,7 +81,7 @@ def render_report(runs: FamilyRuns) -> str:
         subtitle=_subtitle(runs),
         cards=_cards(runs, outcome, verdict),
         lead=list(_lead(runs, outcome, verdict)),
-        sections=[section for section in _sections(runs, outcome, verdict) if section],
+        sections=[section for section in _sections(runs, outcome, verdict, outbox) if section],
     )
 
 
@@ -189,7 +160,7 @@ def _outcome_sentence(forecast: Forecast, outcome: Outcome) -> str:
     return f"The forecast did not hold: {ended}, {beyond:.2g} nats outside the interval."
 
 
-def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict) -> Iterator[Section]:
+def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict, outbox: Outbox | None) -> Iterator[Section]:
     forecast = runs.registered
     columns, rows, note = plan_cells(runs.plan)
     yield Section(id="plan", title="The plan", tables=[Table(columns=columns, rows=rows)], note=note)
@@ -202,7 +173,9 @@ def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict) -> It
         pictures = trajectory_pictures(runs, forecast, alerts=verdict.alerts)
         yield Section(id="trajectory", title="The hero against its registered curves", pictures=pictures)
     yield Section(id="drops", title="Dropped tokens", pictures=drops_pictures(runs))
-    yield _alerts_section(verdict, recorded=0 if runs.hero is None else len(recorded_alerts(runs.hero)))
+    yield alerts_section(verdict, runs.hero)
+    yield deliveries_section(outbox)
+    yield events_section(runs.hero)
     yield Section(id="runs", title="Runs", text=list(_failures(runs)), tables=[_runs_table(runs)])
     if forecast is not None:
         yield _conditions_section(forecast)
@@ -257,18 +230,6 @@ def _floor_text(forecast: Forecast) -> Iterator[str]:
         )
     else:
         yield "No floor passes the rungs closely; the interval carries what is left."
-
-
-def _alerts_section(verdict: Verdict, *, recorded: int) -> Section:
-    note = f"{recorded} recorded while the hero trained. " + " ".join(f"{remark}." for remark in verdict.remarks)
-    if not verdict.alerts:
-        return Section(id="alerts", title="Alerts", text=["None was raised."], note=note)
-    rows = [
-        [alert.rule, alert.severity, alert.state, f"{alert.since:,} – {alert.updated:,}", alert.explanation]
-        for alert in verdict.alerts
-    ]
-    columns = ["rule", "severity", "state", "steps", "what it means"]
-    return Section(id="alerts", title="Alerts", tables=[Table(columns=columns, rows=rows, wordy=True)], note=note)
 
 
 def _runs_table(runs: FamilyRuns) -> Table:

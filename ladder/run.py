@@ -23,6 +23,7 @@ from rungwise.ladder.branch import begun_branch
 from rungwise.ladder.console import ProgressView, log, one_line
 from rungwise.ladder.data import check_budgets
 from rungwise.ladder.family import LadderConfig, RunConfig, explain, family_text, load_family
+from rungwise.ladder.guard import check_start
 from rungwise.ladder.home import FAMILY_FILE, family_folder, make_folder, resolve_tracking, run_folder
 from rungwise.ladder.memory import plan_memory
 from rungwise.ladder.memory_check import check_device_memory
@@ -106,6 +107,8 @@ def run_ladder(
     jobs: JobOptions | None = None,
     mesh: str | None = None,
     budget: Budget | None = None,
+    anyway: bool = False,
+    price_per_hour: float | None = None,
 ) -> None:
     """Trains the named runs, by default every rung's, or the hero.
 
@@ -115,6 +118,8 @@ def run_ladder(
         runs: run names such as `d64` or `d32-seed1`.
         jobs: hand them to Slurm instead of training here.
         budget: what runs side by side may take of this machine, all of it when absent.
+        anyway: start a hero whose plan is not the one its forecast was registered for.
+        price_per_hour: of this machine, to say what the hero will cost.
     Raises:
         ValueError: bad input.
         RunFailed: a run failed; the message names it and its log.
@@ -133,6 +138,8 @@ def run_ladder(
     if not todo:
         return
     check_budgets(todo, place.cache)
+    if is_first():
+        check_start(todo, home=place.home, anyway=anyway, price_per_hour=price_per_hour)
     _keep_family(config.name, family_text(family), place)
     if jobs is not None:
         for job in submit_runs(todo, home=place.home, tracking=place.tracking, options=jobs):

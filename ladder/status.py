@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rungwise.analysis.records import JOURNAL_FILE, read_records
+from rungwise.analysis.records import CONFIG_FILE, JOURNAL_FILE, read_json, read_records
 from rungwise.analysis.vocabulary import decode_number
 from rungwise.ladder.console import duration
 from rungwise.ladder.journal import writer_of
@@ -19,7 +19,9 @@ _ENDED: Final = {"finished": "done", "failed": "failed", "killed": "failed"}
 
 
 def family_status(family: str, *, home: Path) -> dict[str, Any]:
-    """State of every planned run of `family`: `{"family", "runs": [{"run", "state", "step", …}]}`.
+    """State of every planned run of `family`, and of its branches and qualifications.
+
+    `{"family", "runs": [{"run", "role", "state", "step", …}]}`
 
     Raises:
         ValueError: the family is unknown or its file is wrong, or a journal is of a later version.
@@ -29,10 +31,19 @@ def family_status(family: str, *, home: Path) -> dict[str, Any]:
 
     plan = plan_ladder(load_family(family)).to_dict()
     folder = home / plan["family"]
-    planned = (*plan["rungs"], plan["hero"])
-    runs = [run_status(folder / "runs" / record["name"], steps=record["steps"]) for record in planned]
+    planned = {record["name"]: record for record in (*plan["rungs"], plan["hero"])}
+    others = sorted(path.parent.name for path in (folder / "runs").glob(f"*/{CONFIG_FILE}"))
+    names = [*planned, *(name for name in others if name not in planned)]
+    runs = [_planned_status(folder / "runs" / name, planned.get(name, {})) for name in names]
     jobs = {job.run: (job.job, state, reason) for job, state, reason in living_jobs(folder)}
     return {"family": plan["family"], "runs": [_with_job(run, jobs.get(run["run"])) for run in runs]}
+
+
+def _planned_status(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """State of a run by its plan, which is the one in its folder where it has started: the horizon may have changed."""
+    started = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {"plan": plan}
+    status = run_status(folder, steps=started["plan"]["steps"])
+    return status | {"role": started.get("role", plan.get("role"))}
 
 
 def _with_job(run: dict[str, Any], job: tuple[str, str, str] | None) -> dict[str, Any]:

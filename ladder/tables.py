@@ -81,9 +81,10 @@ def status_table(status: Mapping[str, Any]) -> RenderableType:
     table = build_table(f"runs of {status['family']}", *columns)
     for run in status["runs"]:
         style = _STATE_STYLES[run["state"]]
+        stamp = " [dim](engineering only)[/]" if run.get("role") == "engineering" else ""
         steps = f"{run['step']:,} / {run['steps']:,}" if run["steps"] else f"{run['step']:,}"
         table.add_row(
-            run["run"],
+            f"{run['run']}{stamp}",
             f"[{style}]{run['state']}[/]",
             steps,
             loss_text(run["loss"]),

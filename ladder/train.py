@@ -38,7 +38,7 @@ from rungwise.ladder.journal import Journal
 from rungwise.ladder.kept import kept_steps
 from rungwise.ladder.metrics import progress_metrics, source_metrics, step_metrics
 from rungwise.ladder.preemption import Diverged, Preempted, StopRequest, StopRun
-from rungwise.ladder.processes import agreed, first_alone, is_first, records_folder
+from rungwise.ladder.processes import agreed, first_alone, is_first, on_first, records_folder
 from rungwise.ladder.provenance import write_run_config
 from rungwise.ladder.schedule import Horizon, Limits, horizon_of
 from rungwise.ladder.segment_evaluation import Evaluators
@@ -344,10 +344,10 @@ def train_run(
     """
     with first_alone():
         data = load_data(config, cache)
-    with records_folder(folder) as records:
-        write_run_config(make_folder(records), config, corpus_hash=data.corpus_hash)
-        with (
-            Mirror(records, tracking_uri=tracking) if is_first() else nullcontext(),
-            Journal(records, family=config.family, run=config.run) as journal,
-        ):
-            Trainer(config, records, data, journal, observers, stop_after, folder / "checkpoints").train()
+    on_first(lambda: write_run_config(make_folder(folder), config, corpus_hash=data.corpus_hash))
+    with (
+        records_folder(folder) as records,
+        Mirror(records, tracking_uri=tracking) if is_first() else nullcontext(),
+        Journal(records, family=config.family, run=config.run) as journal,
+    ):
+        Trainer(config, records, data, journal, observers, stop_after, folder / "checkpoints").train()

@@ -5,8 +5,10 @@ context phase with a limit is tried on a copy of the state first and refused, wi
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import jax
@@ -28,7 +30,10 @@ SETTLE_LEAST: Final = 5
 SETTLE_MOST: Final = 1000
 TAIL_BYTES: Final = 1 << 25
 """Of a journal, that are searched for a step: some thousands of steps."""
+RECENT_STEPS: Final = 20
+"""Last steps at the old length that a prediction rests on."""
 DROPS: Final = "moe/drop_fraction"
+SENDER_DROPS: Final = "moe/sender_drop_fraction"
 FORETOLD: Final = "predicted_drop_fraction"
 
 
@@ -43,7 +48,8 @@ def probe_drops(step: Step, state: Any, tokens: np.ndarray, horizon: Horizon) ->
 
     Needs room for a second state while it lasts.
     """
-    _, figures = step(jax.tree.map(jnp.copy, state), tokens, horizon)
+    copy = jax.jit(partial(jax.tree.map, jnp.copy))  # one program instead of one an array
+    _, figures = step(copy(state), tokens, horizon)
     layers, loss = jax.device_get((figures.layers, figures.loss))
     return {"drop_fraction": float(np.mean(layers.drop_fraction)), "loss": float(loss.loss)}
 
@@ -70,27 +76,32 @@ def describe_change(before: Segment, after: Segment) -> dict[str, Any]:
     return changed
 
 
-def predicted_drops(before: Segment, after: Segment, last: Mapping[str, Any]) -> dict[str, float]:
-    """What the drop study predicts for the new length from the last step at the old one, where it takes moments."""
-    deviations = last["layers"].get("moe/frequency_deviation")
-    if before.config.sequences_per_rank == after.config.sequences_per_rank or not deviations:
+def predicted_drops(folder: Path, before: Segment, after: Segment) -> dict[str, float]:
+    """What the drop study predicts for the new length from the last steps at the old one, where it takes moments."""
+    if before.config.sequences_per_rank == after.config.sequences_per_rank or not is_quick(after.config):
         return {}
-    if not is_quick(after.config):
+    first = max(before.first_step + 1, after.first_step + 1 - RECENT_STEPS)
+    steps = recorded(folder, range(first, after.first_step + 1)).values()
+    layers = [step["layers"]["moe/frequency_deviation"] for step in steps if step["layers"]]
+    drops = [step["values"][SENDER_DROPS] for step in steps if SENDER_DROPS in step["values"]]
+    if not layers or not drops:
         return {}
-    found = predict_drops(before.config, after.config, deviations=deviations, drop_fraction=last["values"][DROPS])
+    deviations = [fmean(of_layer) for of_layer in zip(*layers, strict=True)]
+    found = predict_drops(before.config, after.config, deviations=deviations, sender_drop_fraction=fmean(drops))
     return {FORETOLD: found}
 
 
-def recorded_at(folder: Path, step: int) -> dict[str, Any]:
-    """Values and layers that the end of a run's journal has of one step; later records win."""
+def recorded(folder: Path, steps: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """Values and layers that the end of a run's journal has of some steps; later records win."""
+    found: dict[int, dict[str, Any]] = {step: {"values": {}, "layers": {}} for step in steps}
     with (folder / JOURNAL_FILE).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        records = [record for line in file if (record := decode_record(line))]
-    found: dict[str, Any] = {"values": {}, "layers": {}}
-    for record in records:
-        if record.get("kind") == "metrics" and record["step"] == step:
-            found["values"] |= {name: decode_number(value) for name, value in record["values"].items()}
-            found["layers"] |= record.get("layers", {})
+        for line in file:
+            record = decode_record(line) or {}
+            if record.get("kind") == "metrics" and record["step"] in found:
+                place = found[record["step"]]
+                place["values"] |= {name: decode_number(value) for name, value in record["values"].items()}
+                place["layers"] |= record.get("layers", {})
     return found
 
 
@@ -105,7 +116,7 @@ def write_change(folder: Path, before: Segment, after: Segment) -> None:
     new = [kind for kind in after.kinds if kind in ("context", "mixture") and not is_known(folder, kind, step)]
     if not new:
         return
-    details = describe_change(before, after) | predicted_drops(before, after, recorded_at(folder, after.first_step))
+    details = describe_change(before, after) | predicted_drops(folder, before, after)
     for kind in new:
         append_event(folder, kind, step, planned=True, **details)
 
@@ -127,7 +138,7 @@ def write_outcome(folder: Path, segment: Segment, step: int) -> None:
     events = load_events(folder)
     if any(event["kind"] == "note" and event["step"] == step and "outcome" in event for event in events):
         return
-    before, now = (recorded_at(folder, at)["values"] for at in (segment.first_step, step))
+    before, now = (at["values"] for at in recorded(folder, (segment.first_step, step)).values())
     names = [name for name in before if name in now and (name.startswith("eval/") or name in ("train/loss", DROPS))]
     foretold = [e[FORETOLD] for e in events if e["step"] == segment.first_step + 1 and FORETOLD in e]
     append_event(

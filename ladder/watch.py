@@ -336,11 +336,10 @@ def make_verdict(watch: Watch, delivery: Delivery | None, remarks: Iterable[str]
 def _remarks(runs: FamilyRuns, run: str, judged: RunRecord | None) -> Iterator[str]:
     """What the verdict lacks: a forecast, peers, the conditions the forecast was made under, a sign of life."""
     forecast = runs.registered
-    if forecast is None:
-        yield "no forecast is registered: judged against the run's own past and the finished rungs alone"
-    elif run == runs.plan["hero"]["name"] and (why := mismatch(runs)):
+    other = mismatch(runs) if run == runs.plan["hero"]["name"] else None
+    if forecast is None or other:
+        why = other or "no forecast is registered"
         yield f"{why}: judged against the run's own past and the finished rungs alone"
-        return
     if not any(record.state == "finished" for record in runs.rungs):
         yield "no rung has finished: judged without the ladder"
     if judged is not None and judged.attempts and judged.is_stale(now=time.time(), limit_s=STALE_AFTER):
@@ -348,7 +347,7 @@ def _remarks(runs: FamilyRuns, run: str, judged: RunRecord | None) -> Iterator[s
     if judged is not None and judged.state in ("failed", "killed"):
         reason = judged.attempts[-1].reason
         yield f"the last attempt of {judged.run} was {judged.state}{f' ({reason})' if reason else ''}"
-    if forecast is None or judged is None or judged.role != "hero":
+    if forecast is None or other or judged is None or judged.role != "hero":
         return
     for name in forecast.conditions:  # a seed or a name may differ
         promised = forecast.target.get(name)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rungwise.comm.collectives import COLLECTIVE
@@ -20,6 +21,9 @@ from rungwise.model.moe import MoeMethod, moe
 from rungwise.model.norm import block_norm
 from rungwise.model.rotary import rotary_angles
 from rungwise.model.stats import LayerSums
+
+LAYER_INPUT = "layer_input"
+"""`checkpoint_name` of the residual stream before each layer, where it waits in the host's memory."""
 
 MAX_UNROLLED_LAYERS = 8
 """A scan step costs up to a fifth of the step on CPU; unrolled depth costs compile time. Up to here, unroll."""
@@ -223,7 +227,8 @@ def forward(
         bias: balancing bias that selects experts in this pass.
         method: how routed tokens reach their experts.
         compute_dtype: of matrix products and activations.
-        rematerialize: what the backward pass computes again: `nothing`, `blocks`, or `blocks_keep_communication`.
+        rematerialize: what the backward pass computes again: `nothing`, `blocks`, `blocks_keep_communication`, or
+            `blocks_offload`, the same with the input of every layer kept in the host's memory.
         key: of a random generator, for random routing; a fixed one when absent.
         gather: makes the weights of one layer whole, where each rank of a mesh holds a slice of them.
     """
@@ -302,5 +307,13 @@ def _rematerialized(block: Callable[..., Any], mode: str) -> Callable[..., Any]:
     if mode == "nothing":
         return block
     policies = jax.checkpoint_policies
+    if mode == "blocks_offload":
+        offload = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[COLLECTIVE],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return jax.checkpoint(lambda x, layer: block(checkpoint_name(x, LAYER_INPUT), layer), policy=offload)
     keep = policies.save_only_these_names(COLLECTIVE) if mode == "blocks_keep_communication" else None
     return jax.checkpoint(block, policy=keep or policies.nothing_saveable)

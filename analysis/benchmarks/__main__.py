@@ -1,6 +1,8 @@
 """Run every table and write them to one Markdown page.
 
-python -m rungwise.analysis.benchmarks [--out docs/benchmarks.md] [--only final_loss,calibration,trajectory]
+python -m rungwise.analysis.benchmarks [final_loss calibration trajectory divergence] [--out docs/benchmarks.md]
+
+Parts that are named replace their section of a page that is there, and leave the others.
 
 The folder of public runs is named by RUNGWISE_REFERENCE_DATA. Public tools that are installed are measured beside ours:
 pip install chinchilla simple-scaling-laws.
@@ -22,6 +24,7 @@ PARTS: Final = {
     "final_loss": "Final losses",
     "calibration": "Calibration of final-loss intervals",
     "trajectory": "Trajectories",
+    "divergence": "Alerts",
 }
 """Modules of this package, each with `tables()`: a list of (title, table, note)."""
 
@@ -62,12 +65,25 @@ def page(parts: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def merged(old: str, new: str) -> str:
+    """The old page with the new one's sections in place of its own, and what it lacks at the end.
+
+    >>> merged("# B\\n\\n## a\\n1\\n\\n## b\\n2\\n", "# B\\n\\n## b\\n3\\n")
+    '# B\\n\\n## a\\n1\\n\\n## b\\n3\\n'
+    """
+    head, *before = old.rstrip("\n").split("\n## ")
+    sections = {text.split("\n", 1)[0]: text for text in before}
+    sections |= {text.split("\n", 1)[0]: text for text in new.rstrip("\n").split("\n## ")[1:]}
+    return "\n## ".join([head, *(text.rstrip("\n") + "\n" for text in sections.values())]).rstrip("\n") + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m rungwise.analysis.benchmarks", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"))
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("parts", nargs="*", help=f"all where none is named: {', '.join(PARTS)}")
+    parser.add_argument("--only", default="", help="parts, separated by commas")
     options = parser.parse_args()
-    parts = options.only.split(",")
+    parts = [*options.parts, *filter(None, options.only.split(","))] or list(PARTS)
     if unknown := [part for part in parts if part not in PARTS]:
         print(f"part {unknown[0]!r} is unknown; use {', '.join(PARTS)}", file=sys.stderr)
         return 2
@@ -76,6 +92,8 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    if parts != list(PARTS) and options.out.exists():
+        text = merged(options.out.read_text(encoding="utf-8"), text)
     options.out.write_text(text, encoding="utf-8")
     return 0
 

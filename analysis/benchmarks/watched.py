@@ -141,7 +141,7 @@ def own_forecast(table: pd.DataFrame, until: int, *, horizon: int) -> Forecast:
             best = (miss, found, float(exponent))
     assert best is not None
     _, (floor, amplitude), exponent = best
-    progress = np.geomspace(100.0 / horizon, 1.0, 400)
+    progress = np.geomspace(step[0] / horizon, 1.0, 400)
     middle = floor + amplitude * (progress * horizon) ** -exponent
     half = 3.0 * float(np.std(loss - floor - amplitude * step**-exponent))
     curve = pd.DataFrame({"progress": progress, "loss": middle, "low": middle - half, "high": middle + half})

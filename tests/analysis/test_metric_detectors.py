@@ -1,6 +1,7 @@
 """Rules beside the losses: each finds its planted fault, and is quiet on the same run without it."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def noisy(values: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
     return values * np.exp(share * np.random.default_rng(seed).standard_normal(len(values)))
 
 
-def run(steps: int = 1500, **columns: np.ndarray) -> pd.DataFrame:
+def run(steps: int = 1500, /, **columns: np.ndarray) -> pd.DataFrame:
     step = np.arange(steps)
     loss = noisy(2.0 + 1.5 * (step + 20.0) ** -0.3, 0.01, 99)
     return pd.DataFrame({"step": step, "train/loss": loss, **columns})
@@ -107,7 +108,7 @@ def test_burst_is_reported_before_the_loss_peaks_and_its_recovery_recognised():
     assert (norms[0].state, norms[0].severity) == ("open", "warning")
     assert (norms[-1].state, norms[-1].updated) == ("resolved", 31251)
     assert norms[0].probability is not None
-    assert norms[0].probability < 1e-6
+    assert norms[0].probability < 1e-3
 
 
 def test_burst_on_the_published_log_lines(reference_data: Path):
@@ -128,83 +129,92 @@ def test_single_rows_of_a_thousand_times_are_no_burst():
 
 def test_rise_that_every_rung_shows_is_no_rise():
     """Norms that double in the last 60 % of every rung and of the run."""
-    step = np.arange(3000)
-    shape = 0.3 * (1.0 + np.maximum(step / 3000 - 0.4, 0.0) / 0.6)
-    hero = run(3000, **{NORM: noisy(shape, 0.05), "tokens": 1000.0 * (step + 1)})
+    step = np.arange(1600)
+    tokens = 1000.0 * (step + 1)
+    shape = 0.3 * (1.0 + np.maximum(step / 1600 - 0.4, 0.0) / 0.6)
     rungs = pd.concat(
-        run(3000, **{NORM: noisy(k * shape, 0.05, k), "tokens": 1000.0 * (step + 1)}).assign(run=f"r{k}")
-        for k in (1, 2, 3)
+        run(1600, **{NORM: noisy(k * shape, 0.05, k), "tokens": tokens}).assign(run=f"r{k}") for k in (1, 2)
     )
-    hero["progress/fraction"] = (step + 1) / 3000
+    hero = run(1600, **{NORM: noisy(shape, 0.05), "tokens": tokens, "progress/fraction": (step + 1) / 1600})
     alone = [alert for alert in replay(hero) if alert.metric == NORM]
     assert [alert.rule for alert in alone] == ["grad_norm_rise"]
-    assert "1,0" in alone[0].explanation or "tokens)" in alone[0].explanation
+    assert "tokens)" in alone[0].explanation
     assert [alert for alert in replay(hero, peers=rungs) if alert.metric == NORM] == []
-    steeper = hero.assign(**{NORM: hero[NORM] * np.exp(np.maximum(step - 1500, 0) / 2000)})
+    steeper = hero.assign(**{NORM: hero[NORM] * np.exp(np.maximum(step - 1000, 0) / 600)})
     (found,) = [alert for alert in replay(steeper, peers=rungs) if alert.rule == "grad_norm_rise"]
-    assert found.step > 1500
-    assert "3 rungs at equal progress" in found.explanation
+    assert found.step > 1000
+    assert "2 rungs at equal progress" in found.explanation
 
 
 def test_rise_hidden_in_one_group_names_the_group():
-    step = np.arange(2500)
+    step = np.arange(2100)
     quiet = {
-        NORM: noisy(np.full(2500, 1.0), 0.05, 1),
-        "grad_norm/experts": noisy(np.full(2500, 0.99), 0.05, 2),
-        "grad_norm/router": noisy(np.full(2500, 0.02), 0.05, 3),
+        NORM: noisy(np.full(2100, 1.0), 0.05, 1),
+        "grad_norm/experts": noisy(np.full(2100, 0.99), 0.05, 2),
+        "grad_norm/router": noisy(np.full(2100, 0.02), 0.05, 3),
     }
-    assert replay(run(2500, **quiet)) == []
+    assert replay(run(2100, **quiet)) == []
     risen = quiet | {"grad_norm/router": quiet["grad_norm/router"] * np.exp(np.maximum(step - 1200, 0) / 700)}
-    (alert,) = replay(run(2500, **risen))
+    (alert,) = replay(run(2100, **risen))
     assert (alert.rule, alert.metric, alert.severity) == ("group_norm_rise", "grad_norm/router", "warning")
     assert 1200 < alert.step < 2100
 
 
 def test_sender_and_receiver_drops_are_judged_apart():
-    step = np.arange(2500)
+    step = np.arange(2100)
     quiet = {
-        f"moe/{name}drop_fraction": noisy(np.full(2500, level), 0.1, k)
+        f"moe/{name}drop_fraction": noisy(np.full(2100, level), 0.1, k)
         for k, (name, level) in enumerate({"": 0.05, "sender_": 0.03, "receiver_": 0.02}.items())
     }
-    assert replay(run(2500, **quiet)) == []
+    assert replay(run(2100, **quiet)) == []
     sender = quiet["moe/sender_drop_fraction"] * np.exp(np.maximum(step - 1200, 0) / 500)
-    (alert, *_) = replay(run(2500, **quiet | {"moe/sender_drop_fraction": sender}))
+    (alert, *_) = replay(run(2100, **quiet | {"moe/sender_drop_fraction": sender}))
     assert (alert.rule, alert.metric) == ("sender_drop_fraction_rise", "moe/sender_drop_fraction")
     assert alert.step < 2000
 
 
-def test_drops_are_compared_with_rungs_of_the_same_transport_only():
-    peers = pd.DataFrame(
+def test_drops_are_compared_with_rungs_of_the_same_transport_only(ladder, hero, peers):
+    table = pd.DataFrame(
         {"run": ["a", "b", "c"], "transport": ["ragged", "pooled", "pooled"], "tokens_per_rank": [8, 8, 4]}
     )
-    target = {"transport": "pooled", "tokens_per_rank": 8}
-    assert comparable_drops(peers, target)["run"].tolist() == ["b"]
-    assert len(comparable_drops(peers, {})) == 3
-    assert len(comparable_drops(peers[["run"]], target)) == 3
+    table["moe/drop_fraction"], table["train/loss"] = 0.1, 2.0
+    kept = comparable_drops(table, {"transport": "pooled", "tokens_per_rank": 8})
+    assert kept["moe/drop_fraction"].notna().tolist() == [False, True, False]
+    assert kept["train/loss"].notna().tolist() == [True] * 3
+    assert comparable_drops(table, {})["moe/drop_fraction"].notna().tolist() == [True] * 3
+    run, rungs = hero(4, steps=500), peers(ladder(4)[-1:]).assign(transport="ragged")
+    forecast = forecast_final(ladder_points(ladder(4)), run.plan)
+    pooled = run.trajectory.assign(**{"moe/drop_fraction": run.trajectory["moe/drop_fraction"] + 0.1})
+    for transport, found in (("ragged", True), ("pooled", False)):
+        of_hero = replace(forecast, target=forecast.target | {"transport": transport})
+        assert ("drop_fraction" in rules(replay(pooled, of_hero, peers=rungs))) == found
 
 
 @pytest.mark.parametrize(
-    ("metric", "level", "share", "fault", "rule"),
+    ("metric", "level", "share", "scale", "rule"),
     [
-        ("moe/router_entropy", 3.3, 0.003, lambda step: np.exp(-np.maximum(step - 1200, 0) / 3000), "router_entropy_fall"),
-        ("moe/expert_load_max_over_mean", 1.3, 0.06, lambda step: np.exp(np.maximum(step - 1200, 0) / 1500), "expert_load_rise"),
-        ("moe/rank_load_max_over_mean", 1.1, 0.02, lambda step: np.exp(np.maximum(step - 1200, 0) / 2500), "rank_load_rise"),
-        ("moe/router_bias_abs_max", 3.0, 0.1, lambda step: np.exp(np.maximum(step - 1200, 0) / 500), "router_bias_rise"),
-        ("moe/frequency_deviation", 0.11, 0.2, lambda step: np.exp(np.maximum(step - 1200, 0) / 500), "imbalance_rise"),
-        ("moe_worst_layer/dead_experts", 0.0, 0.0, lambda step: step, "dead_experts"),
-        ("moe/router_bias_abs_max", 3.0, 0.1, lambda step: step, "frozen"),
+        ("moe/router_entropy", 3.3, 0.003, -3000.0, "router_entropy_fall"),
+        ("moe/expert_load_max_over_mean", 1.3, 0.06, 1500.0, "expert_load_rise"),
+        ("moe/rank_load_max_over_mean", 1.1, 0.02, 1500.0, "rank_load_rise"),
+        ("moe/router_bias_abs_max", 3.0, 0.1, 500.0, "router_bias_rise"),
+        ("moe/frequency_deviation", 0.11, 0.2, 500.0, "imbalance_rise"),
+        ("moe_worst_layer/dead_experts", 0.0, 0.0, 1.0, "dead_experts"),
+        ("moe/router_bias_abs_max", 3.0, 0.1, 1.0, "frozen"),
     ],
-)  # fmt: skip
-def test_router_faults_are_found_and_healthy_routers_quiet(metric, level, share, fault, rule):
-    step = np.arange(2500)
-    healthy = noisy(np.full(2500, level), share)
-    assert replay(run(2500, **{metric: healthy})) == []
-    broken = healthy * fault(step)
+)
+def test_router_faults_are_found_and_healthy_routers_quiet(
+    metric: str, level: float, share: float, scale: float, rule: str
+):
+    """From step 1,200 on the metric moves by a factor of e in `scale` steps, or as the rule's name says."""
+    step = np.arange(2100)
+    healthy = noisy(np.full(2100, level), share)
+    assert replay(run(2100, **{metric: healthy})) == []
+    broken = healthy * np.exp(np.maximum(step - 1200, 0) / scale)
     if rule == "dead_experts":
         broken = np.where(step >= 1200, 2.0, healthy)
     if rule == "frozen":
         broken = np.where(step >= 1200, healthy[1200], healthy)
-    alerts = replay(run(2500, **{metric: broken}))
+    alerts = replay(run(2100, **{metric: broken}))
     assert rules(alerts) == {rule}
     assert alerts[0].metric == metric
     assert 1200 < alerts[0].step < 2000

@@ -139,7 +139,9 @@ def temporaries(name, num_microbatches):
     schedule = Schedule(name, 4, num_microbatches)
     params, microbatches = make_case(schedule, rows=256, width=64)
     run = over_mesh(schedule, microbatches, check_vma=False)
-    return run.lower(params["layers"], params["table"]).compile().memory_analysis().temp_size_in_bytes
+    memory = run.lower(params["layers"], params["table"]).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
 
 
 def main():

@@ -24,13 +24,7 @@ child = importlib.util.module_from_spec(_spec)  # tests cannot import one anothe
 _spec.loader.exec_module(child)
 
 CASES = child.CASES
-ODD = [
-    Schedule("1f1b", 1, 3),
-    Schedule("gpipe", 1, 3),
-    Schedule("1f1b", 1, 2, 2),
-    Schedule("1f1b", 3, 3, 4),
-    Schedule("gpipe", 2, 4, 2),
-]
+ODD = [Schedule("1f1b", 1, 3), Schedule("1f1b", 3, 3, 4), Schedule("gpipe", 2, 4, 2)]
 
 
 @pytest.mark.parametrize("schedule", [*CASES, *ODD], ids=str)
@@ -46,6 +40,7 @@ def test_pipeline_adds_gradients_of_bfloat16_parameters_in_float32(name):
     addend = jnp.asarray([1.0] + [2.0**-9] * 64, jnp.bfloat16)[:, None]
 
     def leave(params, carry, microbatch):
+        assert params.dtype == jnp.bfloat16
         return jnp.sum((params * microbatch).astype(jnp.float32)), None
 
     def one_stage(weight):
@@ -126,6 +121,7 @@ def test_schedule_tables_are_in_order_and_their_closed_forms_hold():
 
 def test_schedule_gives_the_published_figures():
     # Olmo-core 3: four stages in two chunks, eight microbatches: 11/9/7/5 live activations, bubble 15.8 %.
+    assert Schedule("1f1b", 4, 8).live_activations == (4, 3, 2, 1)
     looped = Schedule("1f1b", 4, 8, 2)
     assert looped.live_activations == (11, 9, 7, 5)
     assert round(100 * looped.bubble_fraction, 1) == 15.8

@@ -30,10 +30,15 @@ MINIATURE: dict[str, Any] = {
 """Tiny widths; depth, experts and every option stay the hero's."""
 
 
+MOST_TOKENS = 8192
+"""Of a step that a test takes on a CPU."""
+
+
 def _smallest(family: str) -> RunConfig:
-    """The first run of a family, as it is; of one that is only planned, its hero with tiny widths on four ranks."""
+    """The first run of a family, as it is; of one that is only planned, or made for an accelerator, its hero with tiny
+    widths on four ranks."""
     ladder = load_family(family)
-    if not ladder.plan_only:
+    if not ladder.plan_only and ladder.rung_runs[0].tokens_per_step <= MOST_TOKENS:
         return ladder.rung_runs[0].replace(steps=10)
     hero = ladder.hero_run
     transport = {"name": "pooled_wave", "num_ranks": 4, "num_waves": hero.transport.num_waves}
@@ -42,7 +47,7 @@ def _smallest(family: str) -> RunConfig:
     return hero.replace(
         model=hero.model.replace(**MINIATURE).model_dump(),
         transport={**transport, **factors, **counts},
-        data_replicas=1,
+        data_replicas=hero.execution.microbatches,
         sequences_per_rank=2,
         steps=10,
     )

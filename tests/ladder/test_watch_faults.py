@@ -7,20 +7,28 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rungwise.analysis.divergence import Monitor
+from rungwise.analysis.foreign import ForeignTail
+from rungwise.analysis.metric_names import load_metric_names
 from rungwise.analysis.records import read_records
 from rungwise.analysis.registry import register
-from rungwise.analysis.tail import FolderTail
+from rungwise.analysis.store import open_client
+from rungwise.analysis.tail import FolderTail, StoreTail
 from rungwise.analysis.vocabulary import dump_json
+from rungwise.ladder.alert_file import acknowledge
+from rungwise.ladder.delivery import Delivery
 from rungwise.ladder.home import forecasts_folder, resolve_tracking, run_folder
 from rungwise.ladder.journal import Journal, append_event
 from rungwise.ladder.predict import forecast_runs, load_family_runs
-from rungwise.ladder.watch import exit_code, judge_run, load_watched
-from rungwise.ladder.watch_run import Watch
+from rungwise.ladder.receivers import Webhook
+from rungwise.ladder.tracking import mirror_folder
+from rungwise.ladder.watch import exit_code, judge_run, load_watched, make_verdict
+from rungwise.ladder.watch_run import Watch, build_monitor
 
 
 def write_journal(folder: Path, records: list[dict], *, seen_at: float) -> None:
@@ -75,10 +83,11 @@ def test_watch_of_a_silent_run_alerts_after_its_limit_once(tmp_path, skew):
 
 
 def test_watch_of_a_run_that_goes_on_ends_its_silence(tmp_path):
+    """What came late was written in time: judged again there was no silence, and the alert of before gets its end."""
     before = [start(0.0), *rows(1, 20, until=600.0)]
     write_journal(tmp_path, before, seen_at=600.0)
     look(tmp_path, 1300.0)
-    write_journal(tmp_path, [*before, start(1400.0, 20, 2), *rows(21, 40, until=3000.0, attempt=2)], seen_at=3000.0)
+    write_journal(tmp_path, [*before, start(1100.0, 20, 2), *rows(21, 40, until=3000.0, attempt=2)], seen_at=3000.0)
     watch = look(tmp_path, 3010.0)
     assert watch.monitor.state == "healthy"
     last = [entry for entry in read_records(tmp_path / "alerts.jsonl").records if entry["kind"] == "alert"][-1]
@@ -129,35 +138,29 @@ def test_watch_of_a_run_with_a_nan_never_takes_it_for_a_low_loss(tmp_path):
     assert "best loss so far 3.5" in alert.explanation
 
 
-def test_watch_leaves_a_corrupt_line_out_and_says_so(registered_home, write_hero):
-    write_hero()
-    journal = run_folder(registered_home, "tiny", "hero") / "metrics.jsonl"
+def test_watch_leaves_a_corrupt_line_out_and_says_so(tmp_path):
+    write_journal(tmp_path, [start(0.0), *rows(1, 60, until=1800.0)], seen_at=1800.0)
+    journal = tmp_path / "metrics.jsonl"
     lines = journal.read_bytes().split(b"\n")
     lines[40] = b'{"kind": "metrics", "step": \xff\xfe'
     journal.write_bytes(b"\n".join(lines))
-    verdict = judge_run(load_watched("tiny", "hero", home=registered_home), "hero", home=registered_home)
-    assert verdict.state == "healthy"
-    assert "metrics.jsonl: 1 corrupt line(s) left out (line 41)" in verdict.remarks
+    watch = look(tmp_path, 1801.0)
+    assert (watch.monitor.state, watch.step) == ("healthy", 60)
+    assert list(watch.remarks()) == ["metrics.jsonl: 1 corrupt line(s) left out (line 41)"]
 
 
 def test_watch_refuses_a_forecast_of_another_model_and_judges_what_it_can(rungs_home, write_hero):
     runs = load_family_runs("tiny", home=rungs_home)
     other = {**runs.plan["hero"], "num_params": 7_000_000_000}
-    register(forecast_runs(type(runs)(**{**vars(runs), "plan": {**runs.plan, "hero": other}})),
-             forecasts_folder(rungs_home, "tiny"))  # fmt: skip
-    write_hero()
+    elsewhere = replace(runs, plan={**runs.plan, "hero": other})
+    register(forecast_runs(elsewhere), forecasts_folder(rungs_home, "tiny"))
+    write_hero(steps=100)
+    with Journal(run_folder(rungs_home, "tiny", "hero"), family="tiny", run="hero") as journal:
+        journal.start_attempt(100)
+        journal.end(100, "failed", "RuntimeError: no memory")
     verdict = judge_run(load_watched("tiny", "hero", home=rungs_home), "hero", home=rungs_home)
     assert any("forecast is for another model (num_params 7,000,000,000" in remark for remark in verdict.remarks)
     assert not [alert for alert in verdict.alerts if alert.family == "forecast_miss"]
-    assert verdict.state == "healthy"
-
-
-def test_watch_says_how_the_last_attempt_ended(registered_home, write_hero):
-    write_hero(steps=100)
-    with Journal(run_folder(registered_home, "tiny", "hero"), family="tiny", run="hero") as journal:
-        journal.start_attempt(100)
-        journal.end(100, "failed", "RuntimeError: no memory")
-    verdict = judge_run(load_watched("tiny", "hero", home=registered_home), "hero", home=registered_home)
     assert "the last attempt of hero was failed (RuntimeError: no memory)" in verdict.remarks
 
 
@@ -174,47 +177,45 @@ def test_watch_applies_a_change_declared_while_it_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shift", "answers", "code"),
-    [(0.3, [], 10), (0.3, [404] * 9, 11), (0.0, [], 0)],
-    ids=["told", "given up", "healthy"],
+    ("loss", "answers", "code"),
+    [("NaN", [], 10), ("NaN", [404], 11), (3.0, [], 0), (3.0, [404], 12)],
+    ids=["told", "given up", "healthy", "healthy and one of before given up"],
 )
-def test_watch_exit_code_shows_a_delivery_given_up(ladder, registered_home, write_hero, loopback, shift, answers, code):
-    write_hero(shift=shift)
-    receiver = loopback(*answers)
-    result = ladder("watch", "tiny", "--json", "--home", registered_home, RUNGWISE_WEBHOOKS=f"ops={receiver.address}")
-    assert result.returncode == code, result.stderr
-    verdict = json.loads(result.stdout)
-    assert bool(verdict["deliveries"]["given_up"]) == (code == 11)
-    assert (len(receiver.requests) > 0) == (shift > 0)
+def test_watch_exit_code_shows_a_delivery_given_up(tmp_path, loopback, loss, answers, code):
+    last = rows(31, 31, until=930.0)[0] | {"values": {"train/loss": loss}}
+    write_journal(tmp_path, [start(0.0), *rows(1, 30, until=900.0), last], seen_at=930.0)
+    hook = Webhook("ops", loopback(*answers).address)
+    delivery = Delivery("tiny/hero", tmp_path, receivers=[hook])
+    if code == 12:
+        message = {"what": "open", "rule": "x", "severity": "warning", "text": "t", "alert": {}, "run": "tiny/hero"}
+        delivery.outbox.put("before", message, ["ops"], now=0.0)
+    watch = Watch("hero", Monitor(), FolderTail(tmp_path), folder=tmp_path, delivery=delivery, quiet=True)
+    watch.catch_up()
+    watch.finish()
+    delivery.send_for(5.0)
+    verdict = make_verdict(watch, delivery, ())
+    assert exit_code(verdict) == code
+    assert any(remark.startswith("delivery given up: ") for remark in verdict.remarks) == (code > 10)
 
 
-def test_watch_of_a_run_that_is_well_again_still_shows_what_was_given_up(
-    tmp_path, registered_home, write_hero, loopback
-):
-    write_hero()
-    folder, receiver = run_folder(registered_home, "tiny", "hero"), loopback(404)
-    from rungwise.ladder.outbox import Outbox
-    from rungwise.ladder.receivers import Webhook
-
-    message = {"what": "open", "rule": "x", "severity": "warning", "text": "t", "alert": {}, "run": "tiny/hero"}
-    outbox = Outbox(folder)
-    outbox.put("k", message, ["ops"], now=0.0)
-    outbox.send([Webhook("ops", receiver.address)], now=0.0)
-    verdict = judge_run(load_watched("tiny", "hero", home=registered_home), "hero", home=registered_home)
-    assert (verdict.state, exit_code(verdict)) == ("healthy", 12)
-    assert "delivery given up: k to ops" in verdict.remarks
-
-
-def test_watch_acknowledged_is_quiet_until_it_is_worse(ladder, registered_home, write_hero):
-    write_hero(shift=0.3)
-    where = ("--home", registered_home)
-    assert ladder("watch", "tiny", *where).returncode == 10
-    assert ladder("watch", "tiny", "--acknowledge", "loss_spike", *where).returncode == 2
-    told = ladder("watch", "tiny", "--acknowledge", "forecast_miss", "--note", "known", "--json", *where)
-    assert json.loads(told.stdout)["state"] == "acknowledged"
-    again = ladder("watch", "tiny", "--json", *where)
-    assert {alert["state"] for alert in json.loads(again.stdout)["alerts"]} == {"acknowledged"}
-    assert again.returncode == 0
+def test_watch_acknowledged_is_quiet_until_it_is_worse(tmp_path):
+    begun = [start(0.0), *rows(1, 60, until=1800.0)]
+    high = [row | {"values": {"train/loss": 3.5}} for row in rows(61, 70, until=2100.0)]
+    write_journal(tmp_path, [*begun, *high], seen_at=2100.0)
+    opened = look(tmp_path, 2101.0).monitor
+    assert opened.state == "alert"
+    with pytest.raises(ValueError, match="open are: "):
+        acknowledge(tmp_path, "nonfinite")
+    for rule in {alert.rule for alert in opened.alerts}:
+        acknowledge(tmp_path, rule, note="known")
+    known = look(tmp_path, 2102.0).monitor
+    assert {alert.state for alert in known.alerts} == {"acknowledged"}
+    assert known.state == "healthy"
+    worse = [row | {"values": {"train/loss": 6.5}} for row in rows(71, 80, until=2400.0)]
+    write_journal(tmp_path, [*begun, *high, *worse], seen_at=2400.0)
+    again = look(tmp_path, 2401.0).monitor
+    assert "worsening" in {alert.state for alert in again.alerts}
+    assert again.state == "alert"
 
 
 def follower(home: Path, address: str, *words: str) -> "subprocess.Popen[str]":
@@ -268,6 +269,7 @@ def test_watch_killed_and_started_again_loses_and_repeats_nothing(registered_hom
     assert receiver.SECRET not in files.decode(errors="replace") + said + out + more
 
 
+@pytest.mark.slow
 def test_watch_never_shows_an_address_it_was_given(ladder, registered_home, write_hero, loopback, tmp_path):
     """Dead and refusing receivers, a traceback asked for, a report written: the secret is in no file and no line."""
     write_hero(shift=0.3)
@@ -280,26 +282,36 @@ def test_watch_never_shows_an_address_it_was_given(ladder, registered_home, writ
     page = ladder("report", "tiny", *where, **hooks)
     broken = ladder("watch", "tiny", *where, RUNGWISE_WEBHOOKS=f"x={refusing.SECRET}", RUNGWISE_TRACEBACK="1")
     assert (first.returncode, page.returncode, broken.returncode) == (11, 0, 2)
+    told = ladder("watch", "tiny", "--acknowledge", "forecast_miss", "--note", "known", "--json", *where)
+    assert json.loads(told.stdout)["state"] == "acknowledged"
     said = "".join(result.stdout + result.stderr for result in (first, page, broken))
     files = b"".join(path.read_bytes() for path in registered_home.rglob("*") if path.is_file())
     assert b"ops" in files
     assert refusing.SECRET not in files.decode(errors="replace") + said
 
 
+def read_as_any_run(uri: str) -> None:
+    """A run of somebody else on the same server: each of its points is brought once."""
+    client = open_client(uri)
+    run = client.create_run(client.create_experiment("theirs")).info.run_id
+    tail = ForeignTail(uri, run, load_metric_names(["train/loss=my_loss"]), patient=False)
+    for begin in (0, 30):
+        for step in range(begin, begin + 30):
+            client.log_metric(run, "my_loss", 3.0 - 0.01 * step, step=step)
+        told = [record["step"] for record in tail.new_records() if record["kind"] == "metrics"]
+        assert told == list(range(begin, begin + 30))
+    assert tail.points_read == 60
+
+
 @pytest.mark.slow
 def test_watch_survives_an_outage_of_the_server_and_reads_only_what_is_new(
     registered_home, write_hero, mlflow_server, tmp_path
 ):
-    from rungwise.analysis.tail import StoreTail
-    from rungwise.ladder.tracking import mirror_folder
-
     write_hero(shift=0.3)
     folder = run_folder(registered_home, "tiny", "hero")
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join(lines[:60]))
     runs = load_family_runs("tiny", home=registered_home)
-    from rungwise.ladder.watch_run import build_monitor
-
     with mlflow_server() as uri:
         with Journal(folder, family="tiny", run="hero"):
             mirror_folder(folder, uri)
@@ -315,6 +327,7 @@ def test_watch_survives_an_outage_of_the_server_and_reads_only_what_is_new(
         (folder / "metrics.jsonl").write_bytes(b"".join(lines))
         mirror_folder(folder, uri)
         watch.catch_up()
+        read_as_any_run(uri)
     points = sum(len(json.loads(line)["values"]) for line in lines if b'"metrics"' in line[:40])
     assert tail.points_read == points
     assert first < watch.num_records
