@@ -122,19 +122,22 @@ class Episode:
     """The alert of one detector, through its life.
 
     open → worsening (the level grew by `WORSE`, or the severity rose) → recovering (calm rows, level under
-    `RECOVERING` of the worst; a row that fires opens it again) → resolved (`calm_rows` rows under `CLEAR` running). acknowledged: somebody knows;
-    it says no more until it worsens or is over.
+    `RECOVERING` of the worst; a row that fires opens it again) → resolved (`calm_rows` rows under `CLEAR` running).
+    acknowledged: somebody knows; it says no more until it worsens or is over.
     """
 
     def __init__(self, detector: Detector):
         self.detector = detector
         self.alert: Alert | None = None
+        self.level: float | None = None
+        """What the detector made of the last row, in units of its limit; None where it had nothing to judge."""
         self._announced = self._worst = 0.0
         self._calm = 0
 
     def observe(self, row: Row) -> Alert | None:
         """The alert where this row opened it or changed its state, else None."""
         signal = self.detector.observe(row)
+        self.level = None if signal is None else signal.level
         if signal is None:
             return None
         if self.alert is None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from statistics import median
+from statistics import median_low
 from typing import Final
 
 from rungwise.analysis.alerts import Row, Signal
@@ -13,9 +13,9 @@ from rungwise.analysis.subsets import LEAST
 class EvalDrift:
     """Evaluation loss creeping up: more than 3 % above its best, however small each rise.
 
-    The best must be `SINCE` evaluations old, and lie below by `NOISE` times the usual move from one evaluation to the
-    next: a jump is not a drift. Where subsets are logged, the one that rose most is left out of both means. Memory: the
-    best row, and `MOVES` moves.
+    The best must lie below by `NOISE` times the usual move from one evaluation to the next, and be `SINCE` evaluations
+    old or exceeded so twice running: one evaluation alone is no drift. Where subsets are logged, the one that rose most
+    is left out of both means. Memory: the best row, and `MOVES` moves.
     """
 
     rule, metric, family, calm_rows = "eval_drift", "eval/loss", "run_change", 1
@@ -28,36 +28,44 @@ class EvalDrift:
         self._best: tuple[float, int, dict[str, float]] | None = None
         self._moves: deque[float] = deque(maxlen=self.MOVES)
         self._last: float | None = None
-        self._age = 0
-        """Evaluations since the best."""
+        self._age = self._over = 0
+        """Evaluations since the best, and over the limit running."""
 
     def observe(self, row: Row) -> Signal | None:
         loss = row.values.get(self.metric)
         if loss is None or not math.isfinite(loss):
             return None
-        if self._last is not None:
-            self._moves.append(abs(loss - self._last))
-        self._last = loss
         parts = _subsets(row)
         self._age += 1
         if self._best is None or loss < self._best[0]:
             self._best, self._age = (loss, row.step, parts), 0
-        best, step, best_parts = self._best
+        rise, carrier = self._rise(loss, parts)
+        best, step, _ = self._best
+        usual = median_low(self._moves) / best if self._moves else 0.0
+        level = rise / max(self.LIMIT, self.NOISE * usual)
+        self._over = self._over + 1 if level > 1.0 else 0
+        drifts = level > 1.0 and (self._age >= self.SINCE or self._over >= 2)
+        if self._last is not None:
+            self._moves.append(abs(loss - self._last))
+        self._last = loss
+        # Calm is any value back under the limit, so the scale below it is squeezed under the hysteresis threshold.
+        return Signal(
+            level=level if drifts else 0.4 * min(max(level, 0.0), 1.0), observed=loss, expected=best, since=step,
+            explanation=f"evaluation loss {loss:.4f} is {rise:.1%} above its best, {best:.4f} at step {step}",
+            carrier=carrier,
+        )  # fmt: skip
+
+    def _rise(self, loss: float, parts: dict[str, float]) -> tuple[float, str | None]:
+        """Share by which the mean lies over the best, and without the subset that rose most; that subset."""
+        assert self._best is not None
+        best, _, best_parts = self._best
         rise, carrier = loss / best - 1.0, None
         rises = {name: parts[name] / value - 1.0 for name, value in best_parts.items() if name in parts}
         if len(rises) >= LEAST:
             carrier = max(rises, key=lambda name: rises[name])
             others = [name for name in rises if name != carrier]
             rise = min(rise, sum(parts[name] for name in others) / sum(best_parts[name] for name in others) - 1.0)
-        usual = median(self._moves) / best if self._moves else 0.0
-        level = rise / max(self.LIMIT, self.NOISE * usual)
-        # Calm is any value back under the limit, so the scale below it is squeezed under the hysteresis threshold.
-        calm = 0.4 * min(max(level, 0.0), 1.0)
-        return Signal(
-            level=level if level > 1.0 and self._age >= self.SINCE else calm, observed=loss, expected=best, since=step,
-            explanation=f"evaluation loss {loss:.4f} is {rise:.1%} above its best, {best:.4f} at step {step}",
-            carrier=carrier,
-        )  # fmt: skip
+        return rise, carrier
 
     def rebaseline(self, step: int) -> None:
         self._best = self._last = None

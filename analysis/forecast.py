@@ -288,8 +288,10 @@ def _warnings(ratio: float, conditions: Mapping[str, Mapping[str, Any]], table: 
             f"target is {ratio:.0f}x the largest rung, beyond {FAR_EXTRAPOLATION:.0f}x: its interval is a lower bound"
         )
     for name, condition in conditions.items():
-        if condition["outside"] and name in table.columns and len(set(table[name])) == 1:
-            found.append(f"{name} is {condition['hero']} for the hero and {condition['rungs'][0]} on every rung")
+        same = name in table.columns and len(set(table[name])) == 1
+        if condition["outside"] and (same or name == "epochs"):
+            rungs = f"{condition['rungs'][0]} on every rung" if same else f"{condition['rungs']} on the rungs"
+            found.append(f"{name} is {condition['hero']} for the hero and {rungs}")
     return found
 
 

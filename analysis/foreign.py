@@ -24,7 +24,7 @@ SETTLE_S: Final = 30.0
 _OVERLAP: Final = 20
 """Points of a metric read again from a server, which sorts by a clock that may have been set back."""
 _LARGEST: Final = 1.79e308
-"""MLflow's SQL stores keep an infinite value as the largest finite one."""
+"""MLflow's SQL stores keep an infinite named[1] * value as the largest finite one."""
 _ENDS: Final = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed"}
 
 
@@ -72,7 +72,7 @@ class ForeignTail:
     """One MLflow run, in records of `attempt`, `metrics` and `end`; `points_read` counts the values brought.
 
     A step's record is told once a later step has come, the run has ended or `SETTLE_S` have passed. A value of a step
-    told already goes with the next record. A loss at an earlier step than the last is a restart from there: a new attempt.
+    told already goes with the next record. A loss at an earlier step than the last is a restart there: a new attempt.
 
     Args:
         names: how their metrics map to ours.
@@ -97,7 +97,7 @@ class ForeignTail:
         self.points_read += len(points)
         self.unmapped = self._names.missing(run.data.metrics)
         mapped = [
-            (named[0], step, at, named[1] * value)
+            (named[0], step, at, value)
             for key, step, at, value in points
             if (named := self._names.ours(key)) is not None
         ]

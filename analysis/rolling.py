@@ -7,6 +7,7 @@ depends on how rows were handed over: live and replayed series leave the same st
 import math
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 MEDIAN_ERROR: Final = 1.57
@@ -77,6 +78,7 @@ class Steps:
     WIDTH: Final = 7
     EVERY: Final = 4
     """Of overlapping moves every fourth is counted among the usual ones."""
+    CLOSER_LOOK: Final = 4.0
 
     def __init__(self, rows: int = 256, *, least: float):
         self._usual = Level(rows // self.EVERY, prior=least)
@@ -92,11 +94,13 @@ class Steps:
         """Take the present level for granted; what is usual stays known."""
         self._steps: deque[int] = deque(maxlen=self.WIDTH)
         self._last: deque[float] = deque(maxlen=self.WIDTH)
+        self._values: deque[float] = deque(maxlen=2 * self.WIDTH + 1)
         self._medians: deque[tuple[int, float]] = deque(maxlen=self.WIDTH + 1)
 
     def see(self, step: int, value: float) -> Jump | None:
         """The jump this row completes or continues; its score says how unusual it is. None while there are few rows."""
         self._last.append(value)
+        self._values.append(value)
         self._steps.append(step)
         if len(self._last) < self.WIDTH:
             return None
@@ -107,10 +111,18 @@ class Steps:
         move = after - before
         ready = self._usual.count * self.EVERY >= 2 * self.WIDTH
         score = abs(move - self._usual.centre) / max(self._usual.spread, self._least) if ready else 0.0
+        if score > self.CLOSER_LOOK and not self._is_abrupt(move):
+            score = 0.0
         self._rows += 1
         if self._rows % self.EVERY == 0:
             self._usual.add(step, move)
         return Jump(since, before, after, score)
+
+    def _is_abrupt(self, move: float) -> bool:
+        """Whether most of the move happened between two rows: a norm that grows fast at the peak rate is no step."""
+        seen = list(self._values)
+        sign = 1.0 if move > 0 else -1.0
+        return max(sign * (b - a) for a, b in pairwise(seen)) >= 0.6 * abs(move)
 
 
 @dataclass(frozen=True)

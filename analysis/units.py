@@ -50,6 +50,7 @@ class Units:
         self._factors: dict[str, tuple[str, float]] = {}
         self._pending: dict[str, tuple[str, int, list[float]]] = {}
         self._astray: dict[str, int] = {}
+        self._before: dict[str, float] = {}
         self._told: dict[str, Signal] = {}
         self._said: Signal | None = None
 
@@ -69,6 +70,8 @@ class Units:
         factor = self._factors.get(name, ("", 1.0))[1]
         kept = value / factor
         off = math.log(kept) - level.centre
+        moved = math.log(kept) - self._before.get(name, math.log(kept))
+        self._before[name] = math.log(kept)
         if level.count < self.ROWS or abs(off) < NEAR:
             level.add(row.step, math.log(kept))
             self._pending.pop(name, None)
@@ -83,10 +86,13 @@ class Units:
             self._pending.pop(name, None)
             self._stray(name, level)
             return kept
+        exact = (LOGARITHMS | SCALES)[scale]
+        if name not in self._pending and abs(moved - math.log(exact)) > (0.1 if scale in LOGARITHMS else 0.7):
+            self._stray(name, level)  # it came here by and by: a fall, not a unit
+            return kept
         before, since, misses = self._pending.get(name, (scale, row.step, []))
         if before != scale:
             since, misses = row.step, []
-        exact = (LOGARITHMS | SCALES)[scale]
         misses.append(off - math.log(exact))
         self._pending[name] = (scale, since, misses)
         slow = scale in LOGARITHMS

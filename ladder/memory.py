@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rungwise.comm.buffers import row_bytes
+from rungwise.comm.pipeline_schedules import program_of
 from rungwise.ladder.family import RunConfig
 from rungwise.ladder.memory_layer import (
     WIDE,
@@ -203,8 +204,10 @@ def _param_bytes(config: RunConfig) -> int:
 
 
 def layers_here(config: RunConfig, mesh: MeshConfig) -> int:
-    """Layers of the fullest stage."""
-    return -(-config.model.num_layers // mesh.pipe)
+    """Layers of the fullest stage, all its chunks, each with as many rows as the fullest."""
+    if mesh.pipe == 1:
+        return config.model.num_layers
+    return mesh.pipe_chunks * max(map(len, mesh.layers(config.model.num_layers)))
 
 
 def _resident(config: RunConfig, mesh: MeshConfig, weights: Mapping[str, DeviceWeight]) -> tuple[Parts, int]:
@@ -233,8 +236,18 @@ def _kept(config: RunConfig, mesh: MeshConfig, share: DeviceShare) -> Parts:
     layers, parts = layers_here(config, mesh), microbatches(config, mesh)
     kept = {f"saved_{name}": layers * size for name, size in of_layer.items()}
     kept["saved_margins"] *= parts
-    carries = 2 * min(mesh.pipe, parts) if mesh.pipe > 1 else 0
+    carries = _carries(mesh, parts)
     return kept | {"pipeline_carries": carries * share.tokens * config.model.hidden_dim * share.itemsize}
+
+
+def _carries(mesh: MeshConfig, parts: int) -> int:
+    """Inputs of a stage and cotangents that wait for their turn, in microbatches."""
+    if mesh.pipe == 1:
+        return 0
+    if mesh.pipe_schedule == "gpipe":
+        return parts * mesh.pipe_chunks + mesh.pipe - 1
+    slots = program_of(mesh.schedule(parts))
+    return slots.num_inputs + slots.num_cotangents
 
 
 def _layer_work(config: RunConfig, share: DeviceShare) -> int:

@@ -125,7 +125,7 @@ def device_weights(config: RunConfig, mesh: MeshConfig) -> dict[str, DeviceWeigh
 def _place(name: str, shape: tuple[int, ...], used: dict[str, int], mesh: MeshConfig, optimizer: str) -> DeviceWeight:
     local, of_layer = list(shape), name.startswith("layers.")
     if of_layer:
-        local[0] = -(-shape[0] // used.get("pipe", 1))
+        local[0] = mesh.pipe_chunks * max(map(len, mesh.layers(shape[0]))) if mesh.pipe > 1 else shape[0]
     if name.startswith(EXPERTS):
         local[1] = -(-shape[1] // used.get("expert", 1))
     held = math.prod(local)

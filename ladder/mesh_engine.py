@@ -20,6 +20,7 @@ from rungwise.ladder.mesh_step import (
     jit_mesh_step,
     make_mesh_eval_step,
 )
+from rungwise.ladder.processes import meet
 from rungwise.ladder.schedule import Horizon
 from rungwise.ladder.step import StepFigures, TrainState, init_state, state_to_tree, tree_to_state
 
@@ -44,11 +45,12 @@ class MeshEngine:
         mesh = build_mesh(config.mesh.sizes) if mesh is None else mesh
         _check_offload(config, mesh)
         self._config, self._mesh, self._plan = config, mesh, MeshPlan(config, mesh)
+        self._unpack: Callable[[TrainState], TrainState] | None = None
         self.devices = f"{jax.devices()[0].platform}, mesh {config.mesh}"
 
     def init_state(self) -> TrainState:
         plan = self._plan
-        return jax.jit(lambda: plan.pack(init_state(self._config)), out_shardings=plan.shardings)()
+        return _ready(jax.jit(lambda: plan.pack(init_state(self._config)), out_shardings=plan.shardings))()
 
     def abstract_tree(self) -> Tree:
         places = self._whole_shardings
@@ -58,15 +60,15 @@ class MeshEngine:
         return state_to_tree(like)
 
     def to_tree(self, state: TrainState) -> Tree:
-        return state_to_tree(self._unpack(state))
+        unpack = self._unpack
+        if unpack is None:
+            unpack = _ready(jax.jit(self._plan.unpack, out_shardings=self._whole_shardings), state)
+            self._unpack = unpack
+        return state_to_tree(unpack(state))
 
     def from_tree(self, tree: Tree) -> TrainState:
         whole = tree_to_state(tree, self._plan.like)
-        return jax.jit(self._plan.pack, out_shardings=self._plan.shardings)(whole)
-
-    @cached_property
-    def _unpack(self) -> Callable[[TrainState], TrainState]:
-        return jax.jit(self._plan.unpack, out_shardings=self._whole_shardings)
+        return _ready(jax.jit(self._plan.pack, out_shardings=self._plan.shardings), whole)(whole)
 
     @cached_property
     def _whole_shardings(self) -> TrainState:
@@ -85,19 +87,21 @@ class MeshEngine:
     def compile_step(self, config: RunConfig, state: TrainState, tokens: np.ndarray, horizon: Horizon) -> MeshProgram:
         config = config.replace(mesh=self._config.mesh)
         step = jit_mesh_step(config, self._plan)
-        compiled = step.lower(state, self._dealt(config, tokens), self._copied(horizon)).compile()
+        compiled = _ready(step, state, self._dealt(config, tokens), self._copied(horizon))
         return MeshProgram(compiled, lambda tokens, horizon: (self._dealt(config, tokens), self._copied(horizon)))
 
     def eval_step(self, config: RunConfig, *, dropping: bool = False) -> Any:
         config = config.replace(mesh=self._config.mesh)
         step = jax.jit(make_mesh_eval_step(config, self._plan, dropping=dropping))
         share = self._plan.share.devices
+        compiled: dict[tuple[int, ...], Any] = {}
 
         def run(state: TrainState, tokens: np.ndarray) -> np.ndarray:
-            if dropping:
-                return np.asarray(step(state, self._dealt(config, tokens)))
             rows = np.arange(-(-len(tokens) // share) * share) % len(tokens)  # repeated up to an equal share for all
-            return np.asarray(step(state, self._put(tokens[rows], SEQUENCES)))[: len(tokens)]
+            placed = self._dealt(config, tokens) if dropping else self._put(tokens[rows], SEQUENCES)
+            if placed.shape not in compiled:
+                compiled[placed.shape] = _ready(step, state, placed)
+            return np.asarray(compiled[placed.shape](state, placed))[: len(tokens)]
 
         return run
 
@@ -112,6 +116,13 @@ class MeshEngine:
         """An array that every process holds whole, each device its part."""
         array = np.asarray(array, np.int32) if array.dtype.kind in "iu" else array
         return jax.make_array_from_callback(array.shape, NamedSharding(self._mesh, spec), lambda index: array[index])
+
+
+def _ready(program: Any, *args: Any) -> Any:
+    """A program compiled for these arguments, once all processes have compiled it."""
+    compiled = program.lower(*args).compile()
+    meet("compiled")
+    return compiled
 
 
 def _check_offload(config: RunConfig, mesh: Mesh) -> None:

@@ -16,6 +16,9 @@ from typing import TypeVar
 
 Plain = TypeVar("Plain")
 
+PATIENCE_MS = 3_600_000
+"""Longest wait for another process."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
@@ -94,13 +97,17 @@ def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
 
 
 def meet(name: str) -> None:
-    """Waits until all processes have come here."""
+    """Waits until all processes have come here, however long their compilers took; nothing crosses devices.
+
+    Gloo gives up on a collective for which another process comes half a minute late, so all meet before each program's
+    first run.
+    """
     import jax
 
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
+        from orbax.checkpoint import multihost
 
-        multihost_utils.sync_global_devices(name)
+        multihost.get_barrier_sync_fn()(key=name, timeout_ms=PATIENCE_MS)
 
 
 def agreed(value: Plain) -> Plain:
@@ -112,6 +119,7 @@ def agreed(value: Plain) -> Plain:
     import numpy as np
     from jax.experimental import multihost_utils
 
+    meet("agreed")
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     sent = np.zeros(size, np.uint8)

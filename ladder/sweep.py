@@ -58,6 +58,8 @@ def run_sweep(
     cells = build_cells(config, grid)
     folder = sweep_folder(home, config.name, name or grid.name)
     cache = make_folder(home) / "cache"
+    if cells[0].config.context:
+        raise ValueError(f"family {config.name} changes its context on the way; sweep a copy without [[context]]")
     check_budgets([cell.config for cell in cells], cache)
     corpora = _corpora(cells, cache)
     todo = [cell for cell in cells if _finished(folder, cell, corpora[_corpus_of(cell)]) is None]

@@ -250,7 +250,8 @@ def build_monitor(runs: FamilyRuns, run: str, events: Iterable[Mapping[str, Any]
 
 def mismatch(runs: FamilyRuns) -> str | None:
     """Why the registered forecast is not about this family's hero; None where it is, or there is none."""
-    return None
+    if runs.registered is None:
+        return None
     hero = runs.plan["hero"]
     for name in ("hidden_dim", "num_layers", "num_params", "num_active_params"):
         promised = runs.registered.target.get(name)

@@ -51,7 +51,7 @@ def fixed_thresholds(table: pd.DataFrame) -> Flags:
     return flags
 
 
-def _loss(table: pd.DataFrame) -> pd.Series:
+def _loss(table: pd.DataFrame) -> Any:
     return table["train/loss" if "train/loss" in table else "eval/loss"]
 
 

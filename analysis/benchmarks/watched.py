@@ -42,7 +42,7 @@ def xlstm(folder: Path) -> Iterator[Watched]:
         path = folder / "xlstm_runs" / f"curves_{source}.csv.gz"
         if not path.exists():
             continue
-        curves = {
+        curves: dict[str, Any] = {
             str(name): rows.rename(columns={"_step": "step", "loss_mean": "train/loss", "gn_mean": "train/grad_norm"})[
                 ["step", "train/loss", "train/grad_norm"]
             ].reset_index(drop=True)
@@ -127,7 +127,7 @@ def own_forecast(table: pd.DataFrame, until: int, *, horizon: int) -> Forecast:
     The band is three deviations of the single steps; no slope error is given, so the default for curves without one
     is taken.
     """
-    rows = table[(table["step"] > 0.05 * until) & (table["step"] < until)]
+    rows: Any = table[(table["step"] > 0.05 * until) & (table["step"] < until)]
     step, loss = (rows[name].to_numpy(dtype=float) for name in ("step", "train/loss"))
     group = np.floor(40.0 * np.log(step / step[0]) / math.log(step[-1] / step[0])).astype(int)
     x = np.array([step[group == each].mean() for each in np.unique(group)])

@@ -134,10 +134,10 @@ def permutes_run(jaxpr):
     return total
 
 
-def temporaries(name, num_microbatches):
+def temporaries(name, num_microbatches, *, rows, width):
     """Bytes that the compiled gradient of four stages needs besides its arguments and results."""
     schedule = Schedule(name, 4, num_microbatches)
-    params, microbatches = make_case(schedule, rows=256, width=64)
+    params, microbatches = make_case(schedule, rows=rows, width=width)
     run = over_mesh(schedule, microbatches, check_vma=False)
     memory = run.lower(params["layers"], params["table"]).compile().memory_analysis()
     assert memory is not None
@@ -157,8 +157,10 @@ def main():
             "in_text": len(re.findall(r"stablehlo\.collective_permute", traced.lower().as_text())),
             "run": permutes_run(traced.jaxpr.jaxpr),
         }
-    sizes = {name: {count: temporaries(name, count) for count in (4, 16)} for name in ("gpipe", "1f1b")}
-    print(json.dumps({"compared": compared, "permutes": permutes, "temporaries": sizes}))
+    names = ("gpipe", "1f1b")
+    grown = {name: [temporaries(name, count, rows=256, width=64) for count in (4, 16)] for name in names}
+    wide = {name: temporaries(name, 4, rows=8, width=512) for name in names}
+    print(json.dumps({"compared": compared, "permutes": permutes, "temporaries": grown, "wide": wide}))
 
 
 if __name__ == "__main__":

@@ -191,6 +191,8 @@ def test_pipeline_on_a_mesh():
         assert permutes["in_text"] == 2, schedule
         runs = schedule.num_ticks if schedule.name == "1f1b" else schedule.num_ticks // 2
         assert permutes["run"] == 2 * runs, schedule
-    temporaries = report["temporaries"]
-    assert temporaries["1f1b"]["16"] < 1.05 * temporaries["1f1b"]["4"]
-    assert temporaries["gpipe"]["16"] > 2.0 * temporaries["gpipe"]["4"]
+    carry, weights = 4 * 256 * 64, 4 * 512**2
+    grown = {name: after - before for name, (before, after) in report["temporaries"].items()}
+    assert grown["1f1b"] < carry
+    assert grown["gpipe"] >= 12 * carry  # one more for each of twelve microbatches more
+    assert max(report["wide"].values()) < 3 * weights  # weights are not kept once a tick

@@ -89,7 +89,9 @@ def test_delivery_tells_of_a_rise_that_has_eased_by_the_next_look(tell):
     tell(ALERT, now=0.0)
     worse = replace(ALERT, state="worsening", updated=120, severity="critical")
     eased = replace(worse, state="recovering", updated=125)
-    assert tell(worse, eased, now=20.0) == ["tiny/hero critical loss_level recovering at step 125: the loss rose by 0.1"]
+    assert tell(worse, eased, now=20.0) == [
+        "tiny/hero critical loss_level recovering at step 125: the loss rose by 0.1"
+    ]
 
 
 def test_delivery_gathers_what_it_held_back_when_the_cool_down_ends(tell):

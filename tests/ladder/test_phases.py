@@ -134,7 +134,7 @@ def test_epochs_of_every_rung_are_the_hero_s_where_simulated_and_a_broken_condit
         for wanted in (True, False)
     }
     simulated, plain = plans[True].epochs, plans[False].epochs
-    assert set(simulated) == {"d32", "d32-seed1", "d48", "d64", "hero"}
+    assert set(simulated) == {"d32", "d32-seed1", "d40", "d48", "d64", "hero"}
     assert simulated["hero"] == plain["hero"]
     assert simulated["hero"]["guides"] > 1.5
     for run in simulated:

@@ -1,6 +1,5 @@
 """Real training of a small run, in children that are killed for real."""
 
-import os
 import signal
 import subprocess
 import sys

@@ -22,12 +22,13 @@ from rungwise.analysis.tail import FolderTail, StoreTail
 from rungwise.analysis.vocabulary import dump_json
 from rungwise.ladder.alert_file import acknowledge
 from rungwise.ladder.delivery import Delivery
+from rungwise.ladder.family import load_family
 from rungwise.ladder.home import forecasts_folder, resolve_tracking, run_folder
 from rungwise.ladder.journal import Journal, append_event
 from rungwise.ladder.predict import forecast_runs, load_family_runs
 from rungwise.ladder.receivers import Webhook
 from rungwise.ladder.tracking import mirror_folder
-from rungwise.ladder.watch import exit_code, judge_run, load_watched, make_verdict
+from rungwise.ladder.watch import exit_code, judge_run, live_watch, load_watched, make_verdict
 from rungwise.ladder.watch_run import Watch, build_monitor
 
 
@@ -234,6 +235,20 @@ def wait_for(condition, seconds: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it does not come"
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_watch_in_the_training_loop_tells_people_without_waiting(registered_home, write_hero, loopback, monkeypatch):
+    """A process apart sends: when the step's call returns, nothing has been asked of the receiver yet."""
+    write_hero(steps=100)
+    receiver = loopback()
+    monkeypatch.setenv("RUNGWISE_WEBHOOKS", f"ops={receiver.address}")
+    observe = live_watch(load_family("tiny").hero_run, home=registered_home)
+    assert observe is not None
+    observe(101, {"train/loss": float("nan")})
+    assert receiver.requests == []
+    wait_for(lambda: receiver.accepted)
+    assert receiver.accepted == ["tiny/hero/nonfinite/train/loss/101/open"]
 
 
 @pytest.mark.slow
