@@ -70,6 +70,8 @@ def test_trend_forgets_rows_that_come_again():
     assert once.now
     assert twice.now
     assert twice.now.slope == pytest.approx(once.now.slope, rel=0.05)
+    assert twice.now.rise == pytest.approx(once.now.rise, rel=0.05)
+    assert twice.now.score == pytest.approx(once.now.score, rel=0.05)
 
 
 def test_steps_finds_a_jump_and_neither_a_spike_nor_a_trend():
