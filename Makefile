@@ -43,8 +43,9 @@ format: $(STAMP) ## rewrite in the house style
 bench: $(STAMP) ## measure this machine
 	@$(BIN)/ladder bench
 
-notebook: $(STAMP) ## execute the tour in place, on the runs of `make demo` or of RUNGWISE_HOME
+notebook: $(STAMP) ## execute the tours in place, the first on the runs of `make demo` or of RUNGWISE_HOME
 	@RUNGWISE_HOME=$(abspath $(or $(RUNGWISE_HOME),rungwise-runs)) $(BIN)/python -P -c '$(EXECUTE)' notebooks/tour.ipynb
+	@$(BIN)/python -P -c '$(EXECUTE)' notebooks/divergence.ipynb
 
 lock: | $(UV) ## resolve pyproject.toml into requirements.lock; the file names no registry
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --group dev pyproject.toml \

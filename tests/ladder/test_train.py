@@ -88,7 +88,7 @@ def test_a_run_that_is_asked_to_stop_saves_first_and_goes_on_from_there(mini: Pa
     _, said = child.communicate(timeout=300)
     assert child.returncode == 143
     (attempt,) = load_run(folder).attempts
-    last = int(load_run(folder).trajectory.frame["step"].max())
+    last = int(load_run(folder).trajectory.frame["step"].to_numpy().max())
     assert said.splitlines()[-1] == f"error: asked to stop by SIGTERM, saved at step {last}; run it again to go on"
     assert (attempt.state, Checkpoints(folder / "checkpoints").latest_step()) == ("killed", last)
     subprocess.run(_command(mini, home, "--rung", rung), check=True, timeout=600)
