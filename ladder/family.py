@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
 from rungwise.comm.config import TransportConfig
 from rungwise.ladder.actions import ActionsConfig
@@ -240,6 +240,7 @@ class LadderConfig(Record):
     actions: ActionsConfig = ActionsConfig()
     rungs: tuple[RungSpec, ...] = Field(min_length=1)
     hero: RungSpec
+    deadline: AwareDatetime | None = Field(default=None, description="by which the hero is to end; the watch minds it")
     published: tuple[PublishedFigures, ...] = ()
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ from rungwise.ladder.phases import Phase, has_phases, plan_phases
 
 Device = Literal["cpu", "accelerator"]
 
-LAYER_WORK = {"nothing": 1.0, "blocks": 1.35, "blocks_keep_communication": 1.35}
+LAYER_WORK = {"nothing": 1.0, "blocks": 1.35, "blocks_keep_communication": 1.35, "blocks_offload": 1.35}
 """Bytes of the layer at work over what a layer saves where nothing is computed again: measured on CPU, where values of
 a layer computed again lie beside their gradients."""
 

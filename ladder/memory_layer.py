@@ -51,8 +51,9 @@ def kept_activations(model: ModelConfig, transport: TransportConfig, share: Devi
     margins = {"margins": margin_bytes(model, share)}
     if rematerialize == "nothing":
         return saved_activations(model, transport, share) | margins
-    kept = {"block_inputs": share.tokens * model.hidden_dim * share.itemsize} | margins
-    if rematerialize == "blocks_keep_communication":
+    block_inputs = share.tokens * model.hidden_dim * share.itemsize
+    kept = {"block_inputs": 0 if rematerialize == "blocks_offload" else block_inputs} | margins  # else on the host
+    if rematerialize in ("blocks_keep_communication", "blocks_offload"):
         kept["transport"] = _crossed(model, transport, share)
     return kept
 

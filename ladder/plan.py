@@ -145,6 +145,8 @@ class LadderPlan:
     drops: dict[str, DropConditions]
     """By run: what its drop figures depend on, what sampling alone drops, what differs from the hero's."""
     memory: FamilyMemory
+    deadline: float | None = None
+    """Of the hero, Unix seconds, where the family states one."""
 
     @property
     def ladder_flops_share(self) -> float:
@@ -159,7 +161,8 @@ class LadderPlan:
     def to_dict(self) -> dict[str, Any]:
         """What `ladder plan --json` prints."""
         shares = ("ladder_flops_share", "ladder_flops_share_with_head")
-        return asdict(self) | {name: getattr(self, name) for name in shares}
+        whole = asdict(self) | {name: getattr(self, name) for name in shares}
+        return whole if self.deadline is not None else {name: whole[name] for name in whole if name != "deadline"}
 
 
 def plan_run(config: RunConfig) -> RunPlan:
@@ -321,5 +324,6 @@ def plan_ladder(
         epochs={run.run: epochs for run in config.runs if (epochs := source_epochs(run)) is not None},
         drops=compare_with_hero(map(drop_conditions, config.rung_runs), drop_conditions(hero)),
         memory=family_memory(config, mesh=mesh, execution=execution, device_memory=device_memory, fused=fused),
+        deadline=None if config.deadline is None else config.deadline.timestamp(),
     )
     return replace(plan, published=compare_published(plan, config.published))

@@ -70,11 +70,15 @@ def trajectory_pictures(runs: FamilyRuns, forecast: Forecast, *, alerts: Iterabl
         assert band is not None
         rungs = {record.run: _curve(record, metric) for record in _one_a_rung(runs)}
         hero = None if runs.hero is None else _curve(runs.hero, metric)
-        figure = trajectory_figure(hero, band, rungs=rungs, alerts=marks, metric=metric)
+        figure = trajectory_figure(hero, band, rungs=rungs, alerts=marks, metric=metric, unit=_unit(metric))
         caption = f"{metric}: the registered band, the hero as it went, and the rungs."
         name = metric.replace("/", "-")
         pictures.append(Picture(svg=inline_svg(figure, name, caption), caption=caption))
     return pictures
+
+
+def _unit(metric: str) -> str:
+    return "nats per token" if metric.endswith("loss") else ""
 
 
 def drops_pictures(runs: FamilyRuns) -> list[Picture]:

@@ -16,6 +16,7 @@ import pandas as pd
 from rungwise.analysis.alerts import Alert
 from rungwise.analysis.divergence import Monitor
 from rungwise.analysis.health_detectors import STARTUP_S
+from rungwise.analysis.metric_detectors import COMPARABLE
 from rungwise.analysis.records import ALERTS_FILE, JOURNAL_FILE
 from rungwise.analysis.tail import FileTail, Tail
 from rungwise.ladder.alert_file import AlertFile
@@ -237,7 +238,7 @@ def build_monitor(runs: FamilyRuns, run: str, events: Iterable[Mapping[str, Any]
     plans = {record["name"]: record for record in (*runs.plan["rungs"], runs.plan["hero"])}
     largest = 1.001 * plans[run]["flops"] if run in plans else runs.record(run).plan["flops"]
     peers = [
-        record.trajectory.frame.assign(run=record.run)
+        record.trajectory.frame.assign(run=record.run, **{name: record.plan.get(name) for name in COMPARABLE})
         for record in runs.rungs
         if record.run != run and record.state == "finished" and record.plan["flops"] <= largest
     ]
@@ -245,6 +246,7 @@ def build_monitor(runs: FamilyRuns, run: str, events: Iterable[Mapping[str, Any]
         runs.registered if run == runs.plan["hero"]["name"] and not mismatch(runs) else None,
         peers=pd.concat(peers, ignore_index=True) if peers else None,
         events=events,
+        deadline=runs.plan.get("deadline") if run == runs.plan["hero"]["name"] else None,
     )
 
 

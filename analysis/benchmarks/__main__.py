@@ -25,6 +25,7 @@ PARTS: Final = {
     "calibration": "Calibration of final-loss intervals",
     "trajectory": "Trajectories",
     "divergence": "Alerts",
+    "incidents": "Published incidents",
 }
 """Modules of this package, each with `tables()`: a list of (title, table, note)."""
 
