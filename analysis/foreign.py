@@ -24,7 +24,7 @@ SETTLE_S: Final = 30.0
 _OVERLAP: Final = 20
 """Points of a metric read again from a server, which sorts by a clock that may have been set back."""
 _LARGEST: Final = 1.79e308
-"""MLflow's SQL stores keep an infinite named[1] * value as the largest finite one."""
+"""MLflow's SQL stores keep an infinite value as the largest finite one."""
 _ENDS: Final = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed"}
 
 
@@ -97,7 +97,7 @@ class ForeignTail:
         self.points_read += len(points)
         self.unmapped = self._names.missing(run.data.metrics)
         mapped = [
-            (named[0], step, at, value)
+            (named[0], step, at, value * named[1])
             for key, step, at, value in points
             if (named := self._names.ours(key)) is not None
         ]

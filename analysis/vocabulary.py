@@ -70,7 +70,7 @@ METRICS: Final = {
 
 EVENT_KINDS: Final = ("transport", "mixture", "context", "schedule", "precision", "restart", "note")
 RUN_STATES: Final = ("running", "finished", "failed", "killed")
-ROLES: Final = ("rung", "hero")
+ROLES: Final = ("rung", "hero", "branch", "engineering")
 SEVERITIES: Final = ("info", "warning", "critical")
 
 TAG_LINEAGE: Final = "rungwise.lineage"

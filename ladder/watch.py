@@ -266,20 +266,27 @@ def live_watch(config: RunConfig, *, home: Path) -> Callable[[int, dict[str, flo
     """
     if config.role != "hero":
         return None
-    runs = load_family_runs(str(family_folder(home, config.family) / FAMILY_FILE), home=home)
     folder = run_folder(home, config.family, config.run)
     delivery = Delivery(f"{config.family}/{config.run}", folder)
-    watch = Watch(config.run, build_monitor(runs, config.run), FolderTail(folder), folder=folder, delivery=delivery)
-    watch.catch_up()
-    watch.finish()
-    failed = False
+
+    def begin() -> Watch:
+        runs = load_family_runs(str(family_folder(home, config.family) / FAMILY_FILE), home=home)
+        watch = Watch(config.run, build_monitor(runs, config.run), FolderTail(folder), folder=folder, delivery=delivery)
+        watch.catch_up()
+        watch.finish()
+        return watch
+
+    watch, failed = begin(), False
 
     def observe(step: int, values: dict[str, float]) -> None:
-        nonlocal failed
+        nonlocal failed, watch
         if failed:
             return
         try:
+            known = watch.num_successors
             watch.see(step, values)
+            if watch.num_successors > known:  # replanned on the way: held against the forecast that follows
+                watch = begin()
             delivery.send_apart()
         except Exception as error:  # the hero's steps are worth more than their verdicts
             failed = True

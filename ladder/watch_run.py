@@ -62,6 +62,8 @@ class Watch:
         self.told: list[Told] = []
         """Every change so far, as it would have come."""
         self.num_records = 0
+        self.num_successors = 0
+        """Declared changes with a forecast that succeeds the one before."""
         self._tail, self._folder, self._delivery, self._quiet = tail, folder, delivery, quiet
         self._said = FileTail(folder / ALERTS_FILE) if folder is not None else None
         self._acknowledged: list[tuple[int, str]] = []
@@ -191,6 +193,7 @@ class Watch:
         """Changes declared and alerts acknowledged since the last call."""
         for event in self._tail.new_events():
             self.monitor.add_event(event)
+            self.num_successors += event.get("forecast") is not None
         for entry in self._said.new() if self._said is not None else ():
             if entry["kind"] == "acknowledgement":
                 self._acknowledged.append((entry["step"], entry["rule"]))

@@ -46,9 +46,9 @@ def test_cli_plan_json_has_the_promised_fields(ladder):
     assert sum(rung["flops"] for rung in plan["rungs"]) / plan["hero"]["flops"] == plan["ladder_flops_share"]
 
 
-def test_cli_plan_table_names_every_rung_once(ladder):
-    lines = ladder("plan", "tiny").stdout.splitlines()
-    assert [line.split() for line in lines].count(["d32", "d48", "d64", "d80", "hero"]) == 1
+def test_cli_plan_names_every_rung_once_a_table(ladder):
+    lines = [line.split() for line in ladder("plan", "tiny").stdout.splitlines()]
+    assert lines.count(["d32", "d48", "d64", "d80", "hero"]) == 3, "shapes and cost, memory, drops"
 
 
 @pytest.mark.parametrize(
