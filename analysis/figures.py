@@ -253,7 +253,8 @@ def _label_hero(axes: Axes, forecast: Forecast, hero: float) -> None:
 
 
 def _mark_alerts(axes: Axes, alerts: Iterable[Any]) -> None:
-    for alert in alerts:
+    for place, alert in enumerate(alerts):  # neighbours' words in two rows
         axes.axvline(alert["progress"], color=FORECAST, lw=1.0, ls=":")
         axes.annotate(alert["rule"], (alert["progress"], 1.0), xycoords=("data", "axes fraction"), fontsize=8,
-                      color=FORECAST, ha="center", va="bottom")  # fmt: skip
+                      xytext=(0, 9 * (place % 2)), textcoords="offset points", color=FORECAST, ha="center",
+                      va="bottom")  # fmt: skip

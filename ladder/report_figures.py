@@ -63,13 +63,14 @@ def floor_picture(forecast: Forecast) -> Picture:
 def trajectory_pictures(runs: FamilyRuns, forecast: Forecast, *, alerts: Iterable[Alert] = ()) -> list[Picture]:
     """Each registered curve with the hero on it, and the rungs behind."""
     steps = runs.plan["hero"]["steps"]
-    marks = [{"progress": alert.step / steps, "rule": alert.rule} for alert in alerts]
+    told = [alert for alert in alerts if alert.severity != "info"]
     pictures = []
     for metric in dict.fromkeys(row["metric"] for row in forecast.curve):
         band = forecast.curve_table(metric)
         assert band is not None
         rungs = {record.run: _curve(record, metric) for record in _one_a_rung(runs)}
         hero = None if runs.hero is None else _curve(runs.hero, metric)
+        marks = [{"progress": alert.step / steps, "rule": alert.rule} for alert in told if alert.metric == metric]
         figure = trajectory_figure(hero, band, rungs=rungs, alerts=marks, metric=metric, unit=_unit(metric))
         caption = f"{metric}: the registered band, the hero as it went, and the rungs."
         name = metric.replace("/", "-")

@@ -23,6 +23,7 @@ import numpy as np
 
 from rungwise.ladder.actions import ActionsConfig, SkipLimits
 from rungwise.ladder.backend import prepare_backend
+from rungwise.ladder.checkpoint import Checkpoints
 from rungwise.ladder.data import load_data
 from rungwise.ladder.family import RunConfig, load_family
 from rungwise.ladder.home import run_folder
@@ -204,6 +205,7 @@ def simulate(family: str, *, home: Path, work: Path, names: tuple[str, ...] = ()
         folder = run_folder(base, config.family, config.run)
         keep_at(folder, [start / config.steps])
         _train(config, folder, Case(name="base", fault=False), start=0, until=start, cache=home / "cache")
+    start = Checkpoints(run_folder(base, config.family, config.run) / "checkpoints").steps()[-1]  # where it did stop
     for number, case in enumerate(cases(config.model.vocab_size)):
         place = work / f"case-{number}"
         if names and case.name not in names:

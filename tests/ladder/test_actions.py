@@ -6,8 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rungwise.ladder.actions import ActionsConfig, SkipLimits
+from rungwise.analysis.records import read_records
+from rungwise.ladder.actions import ActionsConfig, SkipLimits, write_skipped
+from rungwise.ladder.family import RunConfig, load_family
+from rungwise.ladder.home import run_folder
 from rungwise.ladder.journal import Journal
+from rungwise.ladder.preemption import StopRun
+from rungwise.ladder.watch import live_watch
 
 SKIPPING = ActionsConfig(skip_nonfinite=True, skip_deviations=6.0, skip_window=64)
 
@@ -67,3 +72,31 @@ def test_only_nonfinite_steps_are_left_out_where_no_deviations_are_given():
 def test_deviations_without_finiteness_are_refused():
     with pytest.raises(ValueError, match=r"actions\.skip_nonfinite"):
         ActionsConfig(skip_deviations=6.0)
+
+
+def test_an_update_left_out_is_noted_with_the_identity_of_its_batch(tmp_path: Path):
+    values = {"train/loss": 9.25, "train/grad_norm": 40.0, "train/skipped": 1.0}
+    write_skipped(tmp_path, 7, values, windows=np.array([1280, 256]))
+    (event,) = (record for record in read_records(tmp_path / "events.jsonl").records if record["kind"] == "note")
+    assert (event["step"], event["skipped"], event["windows"]) == (7, [9.25, 40.0], [1280, 256])
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_watch_stops_a_diverging_hero_where_the_family_asks_for_it(registered_home: Path, stops: bool):
+    hero: RunConfig = load_family("tiny").hero_run.replace(actions={"stop_on_divergence": stops})
+    folder = run_folder(registered_home, "tiny", "hero")
+    folder.mkdir(parents=True)
+    observe = live_watch(hero, home=registered_home)
+    assert observe is not None
+    with Journal(folder, family="tiny", run="hero") as journal:
+        journal.start_attempt(0)
+        for step in range(1, 30):
+            values = {"train/loss": 5.6 - step / 100, "progress/tokens": 4096.0 * step}
+            journal.write(step, values)
+            observe(step, values)
+        journal.write(30, {"train/loss": math.nan})
+        if not stops:
+            observe(30, {"train/loss": math.nan})
+            return
+        with pytest.raises(StopRun, match="nonfinite since step 30"):
+            observe(30, {"train/loss": math.nan})

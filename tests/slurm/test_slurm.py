@@ -90,6 +90,26 @@ def test_a_ladder_runs_through_slurm_and_a_job_that_is_taken_away_goes_on(slurm:
     assert [start["job"] for start in starts] == [d48["job"]] * 2
 
 
+def test_one_run_trains_in_two_processes_of_one_job(slurm: Path, mini: Path, tmp_path: Path):
+    home = tmp_path / "home"
+    folder = home / "mini"
+    words = ("run", str(mini), "--launcher", "slurm", "--rung", "d32", "--processes", "2", "--mesh", "data=2")
+    _ladder(*words, home=home)
+    _wait(lambda: _state(mini, home, "d32") == "done", what="the run's end", logs=folder / "jobs")
+    record = load_run(folder / "runs" / "d32")
+    assert record.trajectory.frame["step"].tolist() == list(range(1, record.plan["steps"] + 1))
+    (start,) = (
+        json.loads(line)
+        for line in (folder / "runs" / "d32" / "metrics.jsonl").read_text().splitlines()
+        if '"kind": "attempt"' in line
+    )
+    assert start["device"] == "cpu, mesh data=2", "each process has one device"
+
+
+def _state(mini: Path, home: Path, run: str) -> str:
+    return next(found["state"] for found in family_status(str(mini), home=home)["runs"] if found["run"] == run)
+
+
 def test_a_waiting_job_is_shown_and_cancelled(slurm: Path, mini: Path, tmp_path: Path):
     home = tmp_path / "home"
     words = ("run", str(mini), "--launcher", "slurm", "--sbatch", "begin=now+1hour", "--rung", "d48")
