@@ -22,6 +22,7 @@ from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.health_detectors import SILENCE_S, Silence, health_detectors
 from rungwise.analysis.metric_detectors import comparable_drops, metric_detectors
 from rungwise.analysis.peers import AgainstPeers, peer_detectors
+from rungwise.analysis.skipped import without_left_out
 from rungwise.analysis.units import Units
 
 __all__ = ["Alert", "Monitor", "overall_state", "replay"]
@@ -87,7 +88,7 @@ class Monitor:
 
     def update(self, row: Mapping[str, Any]) -> list[Alert]:
         """Judge one row (step, tokens, metrics by name); returns the alerts that it opened or changed."""
-        current = self._units.convert(make_row(row, **self._horizon))
+        current = self._units.convert(without_left_out(make_row(row, **self._horizon)))
         changed = self._pass_time(current)
         if self._is_rewind(current):
             for episode in self._episodes:

@@ -16,6 +16,7 @@ from rungwise.analysis.detectors import Basis
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.norm_detectors import GROUP_PREFIX, Burst, HiddenRise, Rise, is_early
 from rungwise.analysis.reference import Reference
+from rungwise.analysis.skipped import SkippedUpdates
 
 COMPARABLE: Final = ("transport", "tokens_per_rank", "sender_capacity_factor", "receiver_capacity_factor")
 """Settings that must agree before one run's drops say anything about another's."""
@@ -212,6 +213,7 @@ def metric_detectors(basis: Basis) -> Iterator[Detector]:
     """The rules for every metric that is not a loss."""
     peers = basis.peers
     yield NotFinite()
+    yield SkippedUpdates()
     yield Burst("train/grad_norm", "grad_norm")
     yield Rise("train/grad_norm", "grad_norm_rise", peers=peers)
     yield HiddenRise("train/grad_norm", peers=peers)
