@@ -102,12 +102,12 @@ def test_a_run_that_fails_is_code_1_and_one_line_and_the_other_runs_are_trained(
     rung = _smallest(mini)
     broken = home / "mini" / "runs" / rung
     broken.mkdir(parents=True)
-    (broken / "checkpoints").touch()  # a file where the folder belongs: the first save fails
+    (broken / "checkpoints").touch()  # a file where the folder belongs: no save works, and the last one must
     words = ("--rung", rung, "--rung", f"{rung}-seed1")
     done = subprocess.run(_command(mini, home, *words), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert f"1 of 2 runs failed: {rung}: ValueError: folder" in line
+    assert f"1 of 2 runs failed: {rung}: CheckpointFailed: checkpoint of step" in line
     assert "Traceback" not in done.stderr
     assert "Traceback" in (broken / "train.log").read_text()
     assert load_run(home / "mini" / "runs" / f"{rung}-seed1").state == "finished"
