@@ -12,6 +12,7 @@ import argparse
 import json
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -59,8 +60,8 @@ class Case:
     transport: dict[str, Any] = field(default_factory=dict)
     """Fields of the transport that the run has from there on, said to nobody."""
     actions: ActionsConfig | None = None
-    one_source: bool = False
-    """Text of the first source alone from there on."""
+    other_text: bool = False
+    """Another text from there on."""
     killed_after: int | None = None
     """Steps after which the run is killed once."""
 
@@ -123,8 +124,8 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
         Case(name="a weight is NaN", fault=True, inject=_poisoned),
         Case(name="capacity factors 0.8", fault=True, transport=less),
         Case(name="capacity factors 0.8, declared", fault=False, event={"kind": "transport", "change": declared}),
-        Case(name="one source of the text alone", fault=True, one_source=True),
-        Case(name="one source of the text alone, declared", fault=False, one_source=True, event={"kind": "mixture"}),
+        Case(name="another text from here on", fault=True, other_text=True),
+        Case(name="another text from here on, declared", fault=False, other_text=True, event={"kind": "mixture"}),
         Case(name="killed and resumed", fault=False, killed_after=60),
     )
 
@@ -170,13 +171,13 @@ class FaultyEngine:
         return step
 
 
-class OneSource:
-    """Batches whose windows lie in the first source alone from a step on."""
+class OtherText:
+    """Batches of another text, Python's own library, from a step on. For families whose tokens are bytes."""
 
-    def __init__(self, batches: Any, stream: Any, start: int) -> None:
+    def __init__(self, batches: Any, start: int) -> None:
         self._batches, self._start = batches, start
-        inside = np.flatnonzero(stream.subset_ids == stream.subset_ids[0])
-        self._stream, self._end = stream, int(stream.starts[inside[-1] + 1])
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        self._text = np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -185,8 +186,8 @@ class OneSource:
         if step < self._start:
             return self._batches.batch(step)
         length = self._batches.part_at(step).stretch.seq_len
-        starts = self._batches.window_starts(step) % (self._end - length - 1)
-        return self._stream.tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+        starts = self._batches.window_starts(step) % (len(self._text) - length - 1)
+        return self._text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
 
 
 def simulate(family: str, *, home: Path, work: Path, names: tuple[str, ...] = ()) -> Iterator[Finding]:
@@ -242,9 +243,9 @@ def _train(
             engine: Any = FaultyEngine(trainer.engine, case, start)
             engine.step, _ = trainer.restore()
             trainer.engine = engine
-            if case.one_source:
-                source: Any = OneSource(trainer._batches, data.tokens.train, start)
-                trainer._batches = source
+            if case.other_text:
+                batches: Any = OtherText(trainer._batches, start)
+                trainer._batches = batches
             if case.actions is not None:
                 trainer._limits = SkipLimits(case.actions)
             trainer.train()
