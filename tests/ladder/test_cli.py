@@ -11,7 +11,22 @@ import pytest
 from rungwise.analysis.forecast import forecast_final
 from rungwise.analysis.registry import register
 
-VERBS = ("plan", "run", "status", "forecast", "watch", "report", "sweep", "drops", "bench", "demo", "event", "cancel", "replan", "branch")
+VERBS = (
+    "plan",
+    "run",
+    "status",
+    "forecast",
+    "watch",
+    "report",
+    "sweep",
+    "drops",
+    "bench",
+    "demo",
+    "event",
+    "cancel",
+    "replan",
+    "branch",
+)
 
 
 def refused(result) -> str:
