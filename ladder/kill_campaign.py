@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +51,9 @@ class Campaign:
     """One run, never killed, start included."""
     seconds_killed: float = 0.0
     """All runs of the campaign."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "kills": dict(self.kills), "seconds_lost_per_kill": self.seconds_lost_per_kill}
 
     @property
     def seconds_lost_per_kill(self) -> float:
@@ -255,7 +258,7 @@ def main() -> None:
         print(json.dumps(registration_campaign(words.family, kills=words.registrations, home=words.home)))
         return
     found = kill_campaign(words.family, words.rung, kills=words.kills, home=words.home, seed=words.seed)
-    print(json.dumps(asdict(found) | {"seconds_lost_per_kill": found.seconds_lost_per_kill}, indent=2))
+    print(json.dumps(found.to_dict(), indent=2))
     sys.exit(1 if found.differences else 0)
 
 

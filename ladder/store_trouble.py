@@ -18,10 +18,11 @@ import sqlite3
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,19 +68,26 @@ def _answers(address: str) -> bool:
 
 @contextmanager
 def locked_trouble(home: Path) -> Iterator[tuple[str, Switch]]:
-    """A SQLite store that another connection holds locked for writing."""
+    """A SQLite store that another connection holds locked for writing, from as soon as it gets the lock."""
     path = home / "locked.db"
-    holder: list[sqlite3.Connection] = []
+    holder: list[tuple[threading.Thread, threading.Event]] = []
+
+    def hold(over: threading.Event) -> None:
+        with closing(sqlite3.connect(path, isolation_level=None, timeout=0.2)) as connection:
+            while not over.is_set():
+                with suppress(sqlite3.OperationalError):  # its writer holds it: try again
+                    connection.execute("BEGIN EXCLUSIVE")
+                    over.wait()
 
     def switch(begin: bool) -> None:
+        while holder:
+            thread, over = holder.pop()
+            over.set()
+            thread.join()
         if begin and path.exists():
-            connection = sqlite3.connect(path, isolation_level=None, timeout=60)
-            connection.execute("BEGIN EXCLUSIVE")
-            holder.append(connection)
-        while not begin and holder:
-            connection = holder.pop()
-            connection.execute("ROLLBACK")
-            connection.close()
+            over = threading.Event()
+            holder.append((threading.Thread(target=hold, args=(over,), daemon=True), over))
+            holder[0][0].start()
 
     try:
         yield f"sqlite:///{path}", switch

@@ -73,6 +73,7 @@ def test_a_run_killed_ten_times_ends_bit_for_bit_as_if_never_killed(mini: Path, 
     assert campaign.kills.total() == 10
     assert len(campaign.kills) >= 3, "kills fall on several kinds of moment"
     assert campaign.mirrors_killed > 0
+    assert campaign.to_dict()["kills"] == dict(campaign.kills)
     assert campaign.steps_repeated > 0, "a kill costs the steps since the last checkpoint"
 
 
