@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,50 @@ def ladder(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return call
+
+
+@pytest.fixture
+def edited_family(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a shipped family with pieces of its text replaced, each once and each found; returns the file, named
+    after the family."""
+
+    def write(
+        edits: Mapping[str, str], *, family: str = "tiny", then: Callable[[str], str] = lambda text: text
+    ) -> Path:
+        from rungwise.ladder.family import family_text
+
+        text = family_text(family)
+        for old, new in edits.items():
+            assert old in text, old
+            text = text.replace(old, new, 1)
+        text = then(text)
+        path = tmp_path / f"{tomllib.loads(text)['name']}.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def on_eight_devices() -> Callable[..., str]:
+    """Runs a script as a child that sees eight CPU devices, since a process fixes their number; returns what it
+    printed. Slow neighbours do not end its collectives."""
+
+    def run(script: Path, *words: str, flags: str = "", timeout: float = 1500) -> str:
+        patience = [f"--xla_cpu_collective_call_{kind}_timeout_seconds=600" for kind in ("warn_stuck", "terminate")]
+        devices = " ".join(["--xla_force_host_platform_device_count=8", *patience, flags])
+        child = subprocess.run(
+            [sys.executable, str(script), *words],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert child.returncode == 0, child.stderr[-3000:]
+        return child.stdout
+
+    return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -171,19 +168,9 @@ def test_layers_of_stages_are_consecutive_and_the_last_makes_room():
 
 
 @pytest.mark.slow
-def test_pipeline_on_a_mesh():
+def test_pipeline_on_a_mesh(on_eight_devices):
     """Equal to one piece with and without types that vary, as many permutes as ticks, memory bounded by stages."""
-    timeouts = " ".join(f"--xla_cpu_collective_call_{kind}_timeout_seconds=600" for kind in ("warn_stuck", "terminate"))
-    finished = subprocess.run(
-        [sys.executable, str(CHILD)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {timeouts}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    report = json.loads(finished.stdout)
+    report = json.loads(on_eight_devices(CHILD))
     assert report["compared"] == 2 * len(CASES)
     for name, permutes in report["permutes"].items():
         schedule = CASES[int(name)]

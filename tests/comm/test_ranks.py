@@ -1,7 +1,4 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -33,23 +30,8 @@ def test_ranks_refuse_a_mesh_without_the_axis():
 
 
 @pytest.mark.slow
-def test_ranks_virtual_equal_a_mesh_of_devices():
-    timeouts = " ".join(f"--xla_cpu_collective_call_{kind}_timeout_seconds=300" for kind in ("warn_stuck", "terminate"))
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {timeouts}",
-    }
-    child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("mesh_child.py"))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
-    checks = json.loads(child.stdout)
+def test_ranks_virtual_equal_a_mesh_of_devices(on_eight_devices):
+    checks = json.loads(on_eight_devices(Path(__file__).with_name("mesh_child.py")))
     assert {check["transport"] for check in checks} == set(TRANSPORTS)
     for check in checks:
         assert check["exact"], check

@@ -43,14 +43,15 @@ def variant(
     execution: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     mesh: str = "",
+    shape: dict[str, Any] = SHAPE,
     **run: Any,
 ) -> RunConfig:
-    """The smallest rung of `tiny` in `SHAPE`, changed."""
+    """The smallest rung of `tiny` in `shape`, changed."""
     base = load_family("tiny").rung_runs[0]
-    shape = base.model.replace(**{**SHAPE, **(model or {})})
-    counts = {"num_experts": shape.num_experts, "top_k": shape.top_k}
+    changed = base.model.replace(**{**shape, **(model or {})})
+    counts = {"num_experts": changed.num_experts, "top_k": changed.top_k}
     return base.replace(
-        model=shape.model_dump(),
+        model=changed.model_dump(),
         transport={**vars(base.transport), **counts, **(transport or {})},
         execution={**base.execution.model_dump(), **(execution or {})},
         optimizer={**base.optimizer.model_dump(), **(optimizer or {})},

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rungwise.ladder.checkpoint import Checkpoints
 from rungwise.ladder.cooldown import Cooldown, parse_cooldowns, parse_shares
 from rungwise.ladder.course import course_of, learning_rate_at, plan_course, stretches_of_course
 from rungwise.ladder.export import export_weights, load_exported, read_safetensors, write_safetensors
-from rungwise.ladder.family import family_text, load_family
+from rungwise.ladder.family import load_family
 from rungwise.ladder.home import run_folder
 from rungwise.ladder.journal import append_event
 from rungwise.ladder.kept import keep_at, kept_fractions, kept_steps
@@ -42,15 +43,9 @@ EDITS = {
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small(edited_family: Callable[..., Path]) -> Path:
     """`tiny` in a few seconds: one layer, eight experts, some 170 steps on the smallest rung."""
-    text = family_text("tiny")
-    for old, new in EDITS.items():
-        assert old in text, old
-        text = text.replace(old, new, 1)
-    path = tmp_path / "small.toml"
-    path.write_text(text)
-    return path
+    return edited_family(EDITS)
 
 
 def _parent(home: Path, *steps: int) -> Path:

@@ -6,9 +6,7 @@ estimate of a compiler's choices: within 1.5 times, and configurations in the ri
 
 import itertools
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +21,10 @@ Sizes = dict[str, dict[str, dict[str, int]]]
 
 
 @pytest.fixture(scope="module")
-def sizes() -> Sizes:
+def sizes(on_eight_devices: Callable[..., str]) -> Sizes:
     """Bytes by case, `compiled` and `planned`."""
-    child = Path(__file__).with_name("memory_child.py")
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    result = subprocess.run(
-        [sys.executable, str(child), *CASES],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found: dict[str, Any] = dict(json.loads(line) for line in result.stdout.splitlines())
+    printed = on_eight_devices(Path(__file__).with_name("memory_child.py"), *CASES)
+    found: dict[str, Any] = dict(json.loads(line) for line in printed.splitlines())
     assert set(found) == set(CASES)
     return found
 

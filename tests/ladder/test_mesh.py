@@ -1,11 +1,9 @@
 """Training on a mesh: what lies where, what is sent, and that nothing of it changes a result."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +22,13 @@ from rungwise.model import transformer
 from rungwise.model.transformer import abstract_params
 
 CHILD = Path(__file__).with_name("mesh_child.py")
-DEVICES = " ".join(
-    (
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
-    )
-)
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[tuple[str, str], dict[str, Any]]:
+def trained(on_eight_devices: Callable[..., str]) -> dict[tuple[str, str], dict[str, Any]]:
     """Everything `mesh_child.py` found, by variant and mesh."""
-    environment = os.environ | {"XLA_FLAGS": DEVICES, "JAX_PLATFORMS": "cpu"}
-    child = subprocess.run(
-        [sys.executable, "-P", str(CHILD)], capture_output=True, text=True, timeout=1500, env=environment, check=False
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return {(result["variant"], result["mesh"]): result for result in json.loads(child.stdout)}
+    found = json.loads(on_eight_devices(CHILD, flags="--xla_backend_optimization_level=0"))
+    return {(result["variant"], result["mesh"]): result for result in found}
 
 
 @pytest.mark.slow

@@ -1,9 +1,6 @@
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -71,25 +68,10 @@ def test_pipeline_step_sends_what_its_schedule_says(child: Any, monkeypatch: pyt
     assert counts["all_to_all"] == 2 * 2 * 3
 
 
-def run_child(*words: str) -> dict:
-    """What `pipeline_child.py` says, on eight CPU devices."""
-    timeouts = " ".join(f"--xla_cpu_collective_call_{kind}_timeout_seconds=600" for kind in ("warn_stuck", "terminate"))
-    finished = subprocess.run(
-        [sys.executable, str(CHILD), *words],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {timeouts}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1500,
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    return json.loads(finished.stdout)
-
-
 @pytest.mark.slow
-def test_pipeline_gradients_are_those_of_one_device():
+def test_pipeline_gradients_are_those_of_one_device(on_eight_devices):
     """Every gradient and figure; counts exactly, so none is taken from a bubble or from padding."""
-    reports = run_child("all_axes", "gpipe")
+    reports = json.loads(on_eight_devices(CHILD, "all_axes", "gpipe"))
     assert len(reports) == 2
     for name, report in reports.items():
         assert report["gradients"][0] < 2e-5, (name, report)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from rungwise.analysis.optimum import recipe_gap
 from rungwise.ladder import console
-from rungwise.ladder.family import LearningRateLaw, family_text, load_family
+from rungwise.ladder.family import LearningRateLaw, load_family
 from rungwise.ladder.home import read_json
 from rungwise.ladder.sweep import conclude, load_summary, run_sweep
 from rungwise.ladder.sweep_grid import Grid, build_cells, parse_factors, parse_seeds, parse_settings
@@ -40,17 +41,14 @@ batch_exponent = 0.0
 
 
 @pytest.fixture
-def mini(tmp_path: Path) -> Path:
+def mini(edited_family: Callable[..., Path]) -> Path:
     """`tiny` made narrow, shallow and short, its rate 1 / width: fifteen steps on the smallest rung, d16."""
-    text = family_text("tiny")
-    for old, new in EDITS.items():
-        assert old in text
-        text = text.replace(old, new, 1)
-    head, _, rest = text.partition("[learning_rate]")
-    text = head + LAW + rest[rest.index("\n[") :]
-    path = tmp_path / "mini.toml"
-    path.write_text(text)
-    return path
+
+    def with_law(text: str) -> str:
+        head, _, rest = text.partition("[learning_rate]")
+        return head + LAW + rest[rest.index("\n[") :]
+
+    return edited_family(EDITS, then=with_law)
 
 
 # --- the grid ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ import pytest
 
 from rungwise.analysis.source import load_run
 from rungwise.ladder.checkpoint import Checkpoints
-from rungwise.ladder.family import family_text
 from rungwise.ladder.home import resolve_tracking
 from rungwise.ladder.kill_campaign import kill_campaign
 from rungwise.ladder.tracking import is_mirrored
@@ -27,15 +27,9 @@ EDITS = {
 
 
 @pytest.fixture
-def mini(tmp_path: Path) -> Path:
+def mini(edited_family: Callable[..., Path]) -> Path:
     """`tiny` made shallow and short: some thirty steps on the smallest rung."""
-    text = family_text("tiny")
-    for old, new in EDITS.items():
-        assert old in text
-        text = text.replace(old, new, 1)
-    path = tmp_path / "mini.toml"
-    path.write_text(text)
-    return path
+    return edited_family(EDITS)
 
 
 def _command(mini: Path, home: Path, *words: str) -> list[str]:

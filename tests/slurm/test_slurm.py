@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rungwise.analysis.source import load_run
-from rungwise.ladder.family import family_text, load_family
+from rungwise.ladder.family import load_family
 from rungwise.ladder.slurm import JobOptions, job_script
 from rungwise.ladder.status import family_status
 
@@ -30,16 +30,14 @@ LIMIT_S = 400
 
 
 @pytest.fixture
-def mini(tmp_path: Path) -> Path:
+def mini(edited_family: Callable[..., Path]) -> Path:
     """`tiny` made shallow and short, and of its two smallest rungs alone."""
-    text = family_text("tiny")
-    for old, new in EDITS.items():
-        assert old in text
-        text = text.replace(old, new, 1)
-    head, first, second, *_ = text.split("[[rungs]]")
-    path = tmp_path / "mini.toml"
-    path.write_text("[[rungs]]".join([head, first, second]) + "[hero]" + text.split("[hero]")[1])
-    return path
+
+    def two_rungs(text: str) -> str:
+        head, first, second, *_ = text.split("[[rungs]]")
+        return "[[rungs]]".join([head, first, second]) + "[hero]" + text.split("[hero]")[1]
+
+    return edited_family(EDITS, then=two_rungs)
 
 
 def _ladder(*words: str, home: Path) -> Any:
