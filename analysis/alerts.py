@@ -13,7 +13,6 @@ from rungwise.analysis.vocabulary import SEVERITIES, decode_number
 
 OPEN_STATES: Final = ("open", "worsening", "recovering")
 """States that ask for somebody's attention; an `acknowledged` alert has it already, a `resolved` one is over."""
-ALERT_STATES: Final = (*OPEN_STATES, "acknowledged", "resolved")
 WORSE: Final = 1.5
 """An open alert is announced as worsening when its level grows by this factor over the last announcement."""
 RECOVERING: Final = 0.5

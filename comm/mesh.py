@@ -52,11 +52,6 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def in_use(mesh: Mesh | AbstractMesh, axes: Sequence[str] = AXES) -> Axes:
-    """Those of `axes` that have more than one rank."""
-    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
-
-
 def add_over(values: Any, axes: Axes) -> Any:
     """Sum over the ranks of the axes, alike on every rank."""
     return jax.lax.psum(values, axes) if axes else values

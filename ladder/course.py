@@ -145,11 +145,6 @@ def total_tokens(course: Course) -> int:
     return course[-1].tokens_at(course[-1].last_step)
 
 
-def total_flops(course: Course) -> float:
-    """Without head."""
-    return course[-1].flops_at(course[-1].last_step)
-
-
 def stretches_of_course(course: Course) -> tuple[Stretch, ...]:
     """How batches are made over the whole run, a parent's part included."""
     start = course[0].config.start

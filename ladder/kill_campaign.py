@@ -85,7 +85,8 @@ def kill_campaign(family: str, run: str, *, kills: int, home: Path, seed: int = 
         campaign.seconds_killed += time.monotonic() - began
         campaign.finished_runs += 1
         folder = run_folder(stormy, config.name, run)
-        campaign.differences += [*_differences(expected, final_state(folder)), *_store_faults(stormy, config.name, run)]
+        campaign.differences += _differences(expected, final_state(folder))
+        campaign.differences += store_faults(folder, resolve_tracking(stormy), config.name, run)
         campaign.steps_repeated += _steps_repeated(folder)
         log(f"{campaign.kills.total()} kills, {campaign.finished_runs} runs, {len(campaign.differences)} differences")
     return campaign
@@ -215,16 +216,16 @@ def _differences(expected: dict[str, Any], found: dict[str, Any]) -> Iterator[st
         yield from (f"{kind}: {name}" for name in names if expected[kind].get(name) != found[kind].get(name))
 
 
-def _store_faults(home: Path, family: str, run: str) -> Iterator[str]:
-    """Where MLflow does not hold exactly what the journal says, each point once."""
+def store_faults(folder: Path, tracking: str, family: str, run: str) -> Iterator[str]:
+    """Where MLflow does not hold exactly what a run's journal says, each point once (counted where it is a file)."""
     import sqlite3
 
     import pandas as pd
 
     from rungwise.analysis.source import load_run, load_run_mlflow
+    from rungwise.analysis.store import sqlite_path
 
-    ours = load_run(run_folder(home, family, run))
-    theirs = load_run_mlflow(resolve_tracking(home), family, run)
+    ours, theirs = load_run(folder), load_run_mlflow(tracking, family, run)
     try:
         pd.testing.assert_frame_equal(ours.trajectory.frame, theirs.trajectory.frame, check_like=True)
     except AssertionError as error:
@@ -233,7 +234,9 @@ def _store_faults(home: Path, family: str, run: str) -> Iterator[str]:
     if states != [attempt.state for attempt in ours.attempts]:
         yield f"MLflow: attempts {states}, not {[attempt.state for attempt in ours.attempts]}"
     query = "SELECT run_uuid, key, step, timestamp, COUNT(*) FROM metrics GROUP BY 1, 2, 3, 4 HAVING COUNT(*) > 1"
-    with sqlite3.connect(home / "mlflow.db") as store:
+    if (database := sqlite_path(tracking)) is None:
+        return
+    with sqlite3.connect(database) as store:
         yield from (f"MLflow: {key} at step {step} {count} times" for _, key, step, _, count in store.execute(query))
 
 

@@ -36,8 +36,8 @@ from rungwise.ladder.tracking import is_mirrored, mirror_folder
 
 POLL_SECONDS = 0.5
 CHILD_LOG = "train.log"
-PROCESS_BYTES = 1_300_000_000
-"""A trainer and its mirror before any array: Python, jax, compiler and MLflow, resident (docs/log.md)."""
+PROCESS_BYTES = 1_400_000_000
+"""A trainer and its mirror beside what is planned: Python, jax, compiler, allocator and MLflow (docs/log.md)."""
 BAD_INPUT = 2
 """Exit code of a child that was given bad input."""
 

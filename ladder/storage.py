@@ -5,9 +5,11 @@
 
 import os
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from rungwise.analysis.alerts import Alert
 from rungwise.ladder.console import log, one_line
 
 MAX_WAITING: Final = 100_000
@@ -60,8 +62,8 @@ class StorageTrouble:
 
     def __init__(self, folder: Path, run: str) -> None:
         self._folder, self._run = folder, run
-        self._open: dict[str, dict[str, Any]] = {}
-        self._unsaid: deque[dict[str, Any]] = deque()
+        self._open: dict[str, Alert] = {}
+        self._unsaid: deque[Alert] = deque()
 
     def failed(self, what: str, step: int, error: BaseException) -> None:
         """Args: what: `journal` or `checkpoint`."""
@@ -69,20 +71,19 @@ class StorageTrouble:
             return
         explanation = f"{what} cannot be written: {one_line(error)}; free space or repair the disk: the run goes on"
         log(f"{self._run} at step {step}: {explanation}")
-        self._open[what] = {
-            "rule": f"storage_{what}",
-            "metric": what,
-            "family": "fault",
-            "severity": "critical",
-            "state": "open",
-            "step": step,
-            "since": step,
-            "updated": step,
-            "observed": float(step),
-            "expected": None,
-            "explanation": explanation,
-            "cost": None,
-        }
+        self._open[what] = Alert(
+            rule=f"storage_{what}",
+            metric=what,
+            family="fault",
+            severity="critical",
+            state="open",
+            step=step,
+            since=step,
+            updated=step,
+            observed=float(step),
+            expected=None,
+            explanation=explanation,
+        )
         self._say(self._open[what])
 
     def worked(self, what: str, step: int) -> None:
@@ -90,15 +91,15 @@ class StorageTrouble:
         alert = self._open.pop(what, None)
         if alert is not None:
             log(f"{self._run} at step {step}: {what} is written again")
-            self._say(alert | {"state": "resolved", "updated": step})
+            self._say(replace(alert, state="resolved", updated=step))
 
-    def _say(self, alert: dict[str, Any]) -> None:
+    def _say(self, alert: Alert) -> None:
         from rungwise.ladder.journal import append_alert
 
         self._unsaid.append(alert)
         while self._unsaid:
             try:
-                append_alert(self._folder, self._unsaid[0])
+                append_alert(self._folder, self._unsaid[0].to_dict())
             except OSError:
                 return  # said with the next one
             self._unsaid.popleft()

@@ -18,7 +18,6 @@ from rungwise.analysis.divergence import Monitor
 SWITCH: Final = 81_716
 """Step of the change of transport."""
 VOCAB: Final = 128_256
-HERO_STEP_S: Final = 17.0
 
 
 @dataclass(frozen=True, kw_only=True)
