@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 
 from rungwise.analysis.conditions import MAX_RATIO_SPREAD
-from rungwise.analysis.fit import MIN_RUNGS, UnfitForecast
+from rungwise.analysis.fitting.fit import MIN_RUNGS, UnfitForecast
+from rungwise.analysis.fitting.laws import PowerLaw
+from rungwise.analysis.fitting.surface import MIN_ROWS, forecast_surface
 from rungwise.analysis.forecast import backtest_final
-from rungwise.analysis.laws import PowerLaw
 from rungwise.analysis.rows import usable_points
-from rungwise.analysis.surface import MIN_ROWS, forecast_surface
 
 CUTS: Final = (0.5, 2 / 3, 5 / 6)
 """Shares of runs, by compute, from which those of the next share up are forecast."""

@@ -15,9 +15,12 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from rungwise.analysis.bands import CurveError
 from rungwise.analysis.conditions import MAX_RATIO_SPREAD
-from rungwise.analysis.curve_rows import (
+from rungwise.analysis.fitting.fit import UnfitForecast, fit_law
+from rungwise.analysis.forecast import Forecast, forecast_final
+from rungwise.analysis.points import target_flops
+from rungwise.analysis.whole_curves.bands import CurveError
+from rungwise.analysis.whole_curves.curve_rows import (
     SETTLED,
     common_grid,
     falling,
@@ -27,11 +30,8 @@ from rungwise.analysis.curve_rows import (
     smooth_curve,
     split_runs,
 )
-from rungwise.analysis.fit import UnfitForecast, fit_law
-from rungwise.analysis.forecast import Forecast, forecast_final
-from rungwise.analysis.planned import plan_shapes
-from rungwise.analysis.points import target_flops
-from rungwise.analysis.shapes import (
+from rungwise.analysis.whole_curves.planned import plan_shapes
+from rungwise.analysis.whole_curves.shapes import (
     PLAN_ERROR,
     Collapse,
     Ladder,

@@ -14,16 +14,16 @@ import numpy as np
 import pandas as pd
 
 from rungwise.analysis.alerts import Alert, Detector, Episode, Row, make_row, overall_state
-from rungwise.analysis.change_detectors import change_detectors
-from rungwise.analysis.detectors import Basis, Builder, loss_detectors
+from rungwise.analysis.detection.change_detectors import change_detectors
+from rungwise.analysis.detection.detectors import Basis, Builder, loss_detectors
+from rungwise.analysis.detection.explain import Explainer
+from rungwise.analysis.detection.health_detectors import SILENCE_S, Silence, health_detectors
+from rungwise.analysis.detection.metric_detectors import comparable_drops, metric_detectors
+from rungwise.analysis.detection.peers import AgainstPeers, peer_detectors
+from rungwise.analysis.detection.skipped import without_left_out
+from rungwise.analysis.detection.units import Units
 from rungwise.analysis.events import Change, Informed
-from rungwise.analysis.explain import Explainer
 from rungwise.analysis.forecast import Forecast
-from rungwise.analysis.health_detectors import SILENCE_S, Silence, health_detectors
-from rungwise.analysis.metric_detectors import comparable_drops, metric_detectors
-from rungwise.analysis.peers import AgainstPeers, peer_detectors
-from rungwise.analysis.skipped import without_left_out
-from rungwise.analysis.units import Units
 
 __all__ = ["Alert", "Monitor", "overall_state", "replay"]
 

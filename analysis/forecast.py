@@ -21,13 +21,13 @@ from rungwise.analysis.conditions import (
     refuse_ratio,
     unstated_conditions,
 )
-from rungwise.analysis.fit import MIN_RUNGS, FitStatus, UnfitForecast, fit_law
+from rungwise.analysis.fitting.fit import MIN_RUNGS, FitStatus, UnfitForecast, fit_law
+from rungwise.analysis.fitting.intervals import FloorProfile, RungMeans, mixture_quantile, profile_floors
+from rungwise.analysis.fitting.laws import PowerLaw
+from rungwise.analysis.fitting.surface_record import NotSurface, forecast_by_surface
 from rungwise.analysis.forecast_record import Forecast
-from rungwise.analysis.intervals import FloorProfile, RungMeans, mixture_quantile, profile_floors
-from rungwise.analysis.laws import PowerLaw
 from rungwise.analysis.points import target_flops, usable_points
 from rungwise.analysis.rows import odd_runs, refuse_other_size, shared_counts
-from rungwise.analysis.surface_record import NotSurface, forecast_by_surface
 from rungwise.analysis.vocabulary import canonical_json, load_json
 
 __all__ = ["Forecast", "UnfitForecast", "backtest_final", "forecast_final", "law_through", "rung_means"]

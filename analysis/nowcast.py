@@ -17,8 +17,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import special
 
-from rungwise.analysis.bands import CurveError
-from rungwise.analysis.curve_rows import falling, smooth_curve
+from rungwise.analysis.whole_curves.bands import CurveError
+from rungwise.analysis.whole_curves.curve_rows import falling, smooth_curve
 
 Array = NDArray[np.float64]
 

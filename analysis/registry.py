@@ -1,6 +1,6 @@
 """Freezing a forecast before its hero runs: one content-hashed file, written once, checked at every reading.
 
-`ladder/mirror.py` puts a copy into the MLflow store, for those who have only its address.
+`ladder/recording/mirror.py` puts a copy into the MLflow store, for those who have only its address.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rungwise.analysis.forecast import Forecast
-from rungwise.analysis.store import find_experiment, find_forecasts, public_address, read_artifacts, reading
+from rungwise.analysis.reading.store import find_experiment, find_forecasts, public_address, read_artifacts, reading
 from rungwise.analysis.vocabulary import TAG_FORECAST_HASH, dump_json, load_json
 
 

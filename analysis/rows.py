@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from rungwise.analysis.fit import fit_law
+from rungwise.analysis.fitting.fit import fit_law
 from rungwise.analysis.vocabulary import decode_number
 
 MAX_LOSS: Final = 100.0

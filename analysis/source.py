@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from rungwise.analysis.records import (
+from rungwise.analysis.reading.records import (
     ALERTS_FILE,
     CONFIG_FILE,
     EVENTS_FILE,
@@ -22,7 +22,7 @@ from rungwise.analysis.records import (
     read_json,
     read_records,
 )
-from rungwise.analysis.store import (
+from rungwise.analysis.reading.store import (
     PointReader,
     find_attempts,
     find_experiment,
@@ -32,7 +32,7 @@ from rungwise.analysis.store import (
     reading,
     unescape_key,
 )
-from rungwise.analysis.trajectory import Points, Trajectory, build_trajectory
+from rungwise.analysis.reading.trajectory import Points, Trajectory, build_trajectory
 from rungwise.analysis.vocabulary import (
     INFINITE_PREFIX,
     TAG_ATTEMPT,

@@ -1,7 +1,7 @@
 """The words every package shares: metric names, tags, event kinds, journal records, non-finite values.
 
 Standard library only, so that anything may import it. `comm` and `model` return records with plain field names;
-`ladder/tracking.py` turns a field into one of these names, and a test compares both sets.
+`ladder/recording/tracking.py` turns a field into one of these names, and a test compares both sets.
 No name is a prefix of another at a slash.
 """
 

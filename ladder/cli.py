@@ -1,5 +1,5 @@
 """The command line `ladder`: one function a verb; each calls one module and prints the result. The verbs that study
-recipe, transports and machine are in `cli_studies.py`, those about a run that trains in `cli_watch.py`.
+recipe, transports and machine are in `studies.py`, those about a run that trains in `watch.py`.
 
 A verb imports what it needs when it runs, so that `ladder --help` answers at once.
 Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted, 143 asked to stop and saved; `watch` adds 3 (could
@@ -12,8 +12,8 @@ from typing import Annotated, Literal, NoReturn, cast
 
 import typer
 
-from rungwise.ladder import cli_course, cli_studies, cli_watch
-from rungwise.ladder.cli_options import Family, Home, Json, Tracking, show_traceback_if_asked
+from rungwise.ladder.verbs import course, studies, watch
+from rungwise.ladder.verbs.options import Family, Home, Json, Tracking, show_traceback_if_asked
 
 app = typer.Typer(
     name="ladder",
@@ -69,10 +69,11 @@ def plan(
 
     Example: `ladder plan tiny`
     """
-    from rungwise.ladder import console, plan_table
+    from rungwise.ladder import console
     from rungwise.ladder.family import load_family
-    from rungwise.ladder.memory import parse_bytes
-    from rungwise.ladder.plan import plan_ladder
+    from rungwise.ladder.planning import plan_table
+    from rungwise.ladder.planning.memory import parse_bytes
+    from rungwise.ladder.planning.plan import plan_ladder
 
     size = parse_bytes(device_memory) if device_memory else None
     made = plan_ladder(load_family(family), mesh=mesh, execution=execution, device_memory=size, fused=fused)
@@ -103,12 +104,12 @@ def run(
     ] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Cores for runs side by side; else all.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory for runs side by side, as 16GB; else no limit.")] = None,
-    cooldowns: cli_course.Cooldowns = None,
-    keep_at: cli_course.KeepAt = None,
-    steps: cli_course.Steps = None,
-    engineering: cli_course.Engineering = False,
-    anyway: cli_course.Anyway = False,
-    price: cli_course.Price = None,
+    cooldowns: course.Cooldowns = None,
+    keep_at: course.KeepAt = None,
+    steps: course.Steps = None,
+    engineering: course.Engineering = False,
+    anyway: course.Anyway = False,
+    price: course.Price = None,
     home: Home = None,
     tracking: Tracking = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress view.")] = False,
@@ -120,12 +121,13 @@ def run(
 
     Example: `ladder run tiny --rung d64`
     """
-    from rungwise.ladder import console, status, tables
+    from rungwise.ladder import console, tables
     from rungwise.ladder.home import resolve_home
-    from rungwise.ladder.memory import parse_bytes
-    from rungwise.ladder.processes import is_first
-    from rungwise.ladder.run import Budget, usable_cores
-    from rungwise.ladder.slurm import JobOptions
+    from rungwise.ladder.launching import status
+    from rungwise.ladder.launching.run import Budget, usable_cores
+    from rungwise.ladder.launching.slurm import JobOptions
+    from rungwise.ladder.mesh.processes import is_first
+    from rungwise.ladder.planning.memory import parse_bytes
 
     if rung and hero:
         raise ValueError("--rung and --hero exclude each other; run the ladder first, then the hero")
@@ -137,9 +139,9 @@ def run(
     budget = Budget(cores=cores or usable_cores(), memory=None if memory is None else parse_bytes(memory))
     folder, runs = resolve_home(home), tuple(rung) if rung else None
     if engineering or steps is not None:
-        cli_course.qualify_run(family, steps, engineering, runs=runs, home=folder, tracking=tracking, as_json=as_json)
+        course.qualify_run(family, steps, engineering, runs=runs, home=folder, tracking=tracking, as_json=as_json)
         return
-    start = cli_course.starter(family, cooldowns, keep_at, home=folder, runs=runs, hero=hero, jobs=jobs)
+    start = course.starter(family, cooldowns, keep_at, home=folder, runs=runs, hero=hero, jobs=jobs)
     start(
         family,
         home=folder,
@@ -168,8 +170,9 @@ def show_status(family: Family, *, home: Home = None, as_json: Json = False) -> 
 
     Example: `ladder status tiny`
     """
-    from rungwise.ladder import console, status, tables
+    from rungwise.ladder import console, tables
     from rungwise.ladder.home import resolve_home
+    from rungwise.ladder.launching import status
 
     result = status.family_status(family, home=resolve_home(home))
     if as_json:
@@ -195,7 +198,7 @@ def cancel(
     from rungwise.ladder import console
     from rungwise.ladder.family import load_family
     from rungwise.ladder.home import family_folder, resolve_home
-    from rungwise.ladder.slurm import cancel_jobs
+    from rungwise.ladder.launching.slurm import cancel_jobs
 
     ended = cancel_jobs(family_folder(resolve_home(home), load_family(family).name), rung)
     if as_json:
@@ -242,7 +245,7 @@ def forecast(
         console.print_result(tables.backtest_table(held_out))
 
 
-for _name, _verb in (("watch", cli_watch.watch_run), ("event", cli_watch.declare)):
+for _name, _verb in (("watch", watch.watch_run), ("event", watch.declare)):
     app.command(name=_name)(_verb)
 
 
@@ -264,7 +267,7 @@ def report(
     """
     from rungwise.ladder import console
     from rungwise.ladder.home import resolve_home
-    from rungwise.ladder.report import write_report
+    from rungwise.ladder.reporting.report import write_report
 
     path = write_report(family, home=resolve_home(home), tracking=tracking, output=output)
     if as_json:
@@ -273,11 +276,11 @@ def report(
         print(path)
 
 
-for _name, _verb in (("replan", cli_course.replan), ("branch", cli_course.branch)):
+for _name, _verb in (("replan", course.replan), ("branch", course.branch)):
     app.command(name=_name)(_verb)
 
 
-for _name, _verb in (("sweep", cli_studies.sweep), ("drops", cli_studies.study_drops), ("bench", cli_studies.bench)):
+for _name, _verb in (("sweep", studies.sweep), ("drops", studies.study_drops), ("bench", studies.bench)):
     app.command(name=_name)(_verb)
 
 
@@ -318,8 +321,8 @@ def main() -> NoReturn:
     except typer.Abort:
         code = INTERRUPTED
     except RuntimeError as error:
-        from rungwise.ladder.preemption import Preempted
-        from rungwise.ladder.run import RunFailed
+        from rungwise.ladder.launching.run import RunFailed
+        from rungwise.ladder.training.preemption import Preempted
 
         if isinstance(error, Preempted):
             _fail(error, code=PREEMPTED)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rungwise.analysis.forecast import Forecast
+from rungwise.analysis.reading.store import public_address
 from rungwise.analysis.registry import load_registered
-from rungwise.analysis.store import public_address
 from rungwise.ladder.console import duration, log, log_console
 from rungwise.ladder.family import load_family
 from rungwise.ladder.home import forecasts_folder, resolve_tracking
-from rungwise.ladder.plan import plan_ladder
-from rungwise.ladder.plan_table import plan_table
+from rungwise.ladder.launching.run import run_ladder
+from rungwise.ladder.planning.plan import plan_ladder
+from rungwise.ladder.planning.plan_table import plan_table
 from rungwise.ladder.predict import (
     FamilyRuns,
     forecast_runs,
@@ -27,10 +28,9 @@ from rungwise.ladder.predict import (
     load_family_runs,
     register_forecast,
 )
-from rungwise.ladder.report import write_page
-from rungwise.ladder.run import run_ladder
+from rungwise.ladder.reporting.report import write_page
 from rungwise.ladder.tables import forecast_table
-from rungwise.ladder.watch import judge_run
+from rungwise.ladder.watching.watch import judge_run
 
 
 def demo_family(family: str, *, home: Path, tracking: str | None = None) -> dict[str, Any]:

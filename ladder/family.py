@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
 from rungwise.comm.config import TransportConfig
-from rungwise.ladder.actions import ActionsConfig
-from rungwise.ladder.branch_config import Start
-from rungwise.ladder.data_config import ContextPhases, DataConfig, check_context
-from rungwise.ladder.mesh_config import MeshConfig, check_mesh, check_pipeline
-from rungwise.ladder.optimizer_config import LearningRateLaw, OptimizerConfig, OptimizerSection
+from rungwise.ladder.changing.branch_config import Start
+from rungwise.ladder.mesh.mesh_config import MeshConfig, check_mesh, check_pipeline
+from rungwise.ladder.text.data_config import ContextPhases, DataConfig, check_context
+from rungwise.ladder.training.actions import ActionsConfig
+from rungwise.ladder.training.optimizer_config import LearningRateLaw, OptimizerConfig, OptimizerSection
 from rungwise.model.accounting import count_params
 from rungwise.model.config import Architecture, ModelConfig, Record
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rungwise.analysis.records import CONFIG_FILE, read_json
+from rungwise.analysis.reading.records import CONFIG_FILE, read_json
 from rungwise.analysis.vocabulary import SCHEMA_VERSION, dump_json
 
 __all__ = [

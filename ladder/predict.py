@@ -14,22 +14,22 @@ import pandas as pd
 
 from rungwise.analysis.backtest import Backtest, backtest
 from rungwise.analysis.curves import forecast_curve
-from rungwise.analysis.fit import MIN_RUNGS
+from rungwise.analysis.detection.metric_detectors import COMPARABLE
+from rungwise.analysis.fitting.fit import MIN_RUNGS
+from rungwise.analysis.fitting.leave_out import leave_one_rung_out
 from rungwise.analysis.forecast import Forecast, forecast_final
-from rungwise.analysis.leave_out import leave_one_rung_out
-from rungwise.analysis.metric_curves import forecast_metric
-from rungwise.analysis.metric_detectors import COMPARABLE
-from rungwise.analysis.optimum import recipe_gap, sweep_key
 from rungwise.analysis.points import final_eval_loss, final_train_loss, ladder_points, logged_values
+from rungwise.analysis.reading.store import find_attempts, find_experiment, public_address, read_artifacts, reading
 from rungwise.analysis.registry import load_registered, load_registered_mlflow, register
 from rungwise.analysis.source import RunRecord, load_runs
-from rungwise.analysis.store import find_attempts, find_experiment, public_address, read_artifacts, reading
+from rungwise.analysis.sweeps.optimum import recipe_gap, sweep_key
+from rungwise.analysis.whole_curves.metric_curves import forecast_metric
 from rungwise.ladder.console import log, one_line
 from rungwise.ladder.family import LadderConfig, UnknownFamily, load_family
 from rungwise.ladder.home import FAMILY_FILE, forecasts_folder, resolve_tracking
-from rungwise.ladder.plan import plan_ladder
-from rungwise.ladder.sweep import load_summary
-from rungwise.ladder.tracking import mirror_forecast
+from rungwise.ladder.planning.plan import plan_ladder
+from rungwise.ladder.recording.tracking import mirror_forecast
+from rungwise.ladder.studying.sweep import load_summary
 
 CURVE_METRICS: Final = ("eval/loss", "train/loss")
 """Losses whose whole trajectory is forecast and registered."""

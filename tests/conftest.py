@@ -69,7 +69,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def _empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from rungwise.analysis.store import open_client
+    from rungwise.analysis.reading.store import open_client
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     open_client(f"sqlite:///{path}").search_experiments()

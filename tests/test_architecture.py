@@ -49,8 +49,8 @@ def test_packages_import_only_what_the_table_allows(path):
 
 
 def test_arrow_check_sees_a_forbidden_import_at_any_depth():
-    source = "def judge():\n    from rungwise.ladder.run import run_ladder\n    from rungwise import model\n"
-    assert broken_arrows("analysis", source) == ["rungwise.ladder.run", "rungwise.model"]
+    source = "def judge():\n    from rungwise.ladder.launching.run import run_ladder\n    from rungwise import model\n"
+    assert broken_arrows("analysis", source) == ["rungwise.ladder.launching.run", "rungwise.model"]
 
 
 @pytest.mark.parametrize("path", OURS_AND_TESTS, ids=_name)
@@ -65,9 +65,9 @@ def test_files_stay_short(path):
     assert len(path.read_text().splitlines()) <= 450
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_package_init_is_a_docstring(package):
-    body = ast.parse((ROOT / package / "__init__.py").read_text()).body
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=_name)
+def test_package_init_is_a_docstring(path):
+    body = ast.parse(path.read_text()).body
     assert len(body) == 1
     assert isinstance(body[0], ast.Expr)
 
@@ -103,6 +103,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_analysis_runs_without_jax():
-    names = [path.stem for path in (ROOT / "analysis").glob("*.py") if path.stem != "__init__"]
-    modules = _modules_after("\n".join(f"import rungwise.analysis.{name}" for name in names))
+    ours = [path.relative_to(ROOT) for path in FILES if path.is_relative_to(ROOT / "analysis")]
+    names = [".".join(path.with_suffix("").parts) for path in ours if path.stem not in ("__init__", "__main__")]
+    modules = _modules_after("\n".join(f"import rungwise.{name}" for name in names))
     assert not modules & {"jax", "flax", "mlflow"}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rungwise.analysis.benchmarks.public import INTERVAL_METHODS, Prediction, coverage, mean_score, ours
 from rungwise.analysis.benchmarks.sets import reference_folder, splits
-from rungwise.analysis.intervals import RungMeans, profile_floors
+from rungwise.analysis.fitting.intervals import RungMeans, profile_floors
 
 Array = NDArray[np.float64]
 

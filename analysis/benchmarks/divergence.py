@@ -26,8 +26,8 @@ from rungwise.analysis.benchmarks.watched import (
     repeats,
     xlstm,
 )
+from rungwise.analysis.detection.level import LevelShift
 from rungwise.analysis.divergence import Monitor, replay, trajectory_rows
-from rungwise.analysis.level import LevelShift
 
 Table = tuple[str, pd.DataFrame, str]
 

@@ -12,12 +12,12 @@ from scipy import optimize
 
 from rungwise.analysis.benchmarks.public import POINT_METHODS, installed, ours
 from rungwise.analysis.benchmarks.sets import epoch_rows, reference_folder, splits
-from rungwise.analysis.bootstrap import bootstrap_surface
-from rungwise.analysis.fit import fit_law
+from rungwise.analysis.fitting.bootstrap import bootstrap_surface
+from rungwise.analysis.fitting.fit import fit_law
+from rungwise.analysis.fitting.laws import SurfaceLaw
+from rungwise.analysis.fitting.surface import forecast_surface
+from rungwise.analysis.fitting.surface_fit import fit_surface
 from rungwise.analysis.forecast import forecast_final
-from rungwise.analysis.laws import SurfaceLaw
-from rungwise.analysis.surface import forecast_surface
-from rungwise.analysis.surface_fit import fit_surface
 
 HOFFMANN: Final = SurfaceLaw(1.69, 406.4, 0.34, 410.7, 0.28)
 HERO_FLOPS: Final = {"flops": 2.6108941613772703e24, "flops_with_head": 2.70e24}

@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rungwise.analysis.bootstrap import bootstrap_surface
-from rungwise.analysis.fit import fit_law
-from rungwise.analysis.surface import forecast_surface, lower_rows
-from rungwise.analysis.surface_fit import fit_surface
+from rungwise.analysis.fitting.bootstrap import bootstrap_surface
+from rungwise.analysis.fitting.fit import fit_law
+from rungwise.analysis.fitting.surface import forecast_surface, lower_rows
+from rungwise.analysis.fitting.surface_fit import fit_surface
 
 Array = NDArray[np.float64]
 Rows = Mapping[str, Array]

@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from rungwise.analysis.curve_rows import complete_curves, smooth_curve
 from rungwise.analysis.curves import forecast_curve
-from rungwise.analysis.metric_curves import forecast_metric
 from rungwise.analysis.nowcast import nowcast
-from rungwise.analysis.schedule_law import Schedule, fit_schedule_law
+from rungwise.analysis.whole_curves.curve_rows import complete_curves, smooth_curve
+from rungwise.analysis.whole_curves.metric_curves import forecast_metric
+from rungwise.analysis.whole_curves.schedule_law import Schedule, fit_schedule_law
 
 OLMO_SIZES: Final = {"190M": 190354176, "370M": 371262464, "760M": 758220288, "1B": 1279395840, "3B": 3.171e9}
 """Parameters of the public ladder's runs."""

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rungwise.analysis.laws import PowerLaw
+from rungwise.analysis.fitting.laws import PowerLaw
 
 
 @dataclass(frozen=True, kw_only=True)

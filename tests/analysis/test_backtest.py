@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 
 from rungwise.analysis.backtest import backtest, interval_score
-from rungwise.analysis.fit import UnfitForecast
+from rungwise.analysis.fitting.fit import UnfitForecast
+from rungwise.analysis.fitting.laws import PowerLaw, SurfaceLaw
 from rungwise.analysis.forecast import forecast_final
-from rungwise.analysis.laws import PowerLaw, SurfaceLaw
 
 LAW = PowerLaw(1.6, 95.25, 0.09412)
 

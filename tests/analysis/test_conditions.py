@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 
 from rungwise.analysis.conditions import compare_conditions, ratio_spread, recipe_warnings, unstated_conditions
+from rungwise.analysis.fitting.laws import SurfaceLaw
 from rungwise.analysis.forecast import Forecast, forecast_final
-from rungwise.analysis.laws import SurfaceLaw
 
 LAW = SurfaceLaw(1.69, 406.4, 0.34, 410.7, 0.28)
 

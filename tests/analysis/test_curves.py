@@ -7,13 +7,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rungwise.analysis.bands import CurveError
-from rungwise.analysis.curve_rows import complete_curves, only_falls, smooth_curve
 from rungwise.analysis.curves import MEASURED_SHARE, forecast_curve, unmeasured_slope_error
-from rungwise.analysis.fit import UnfitForecast
+from rungwise.analysis.fitting.fit import UnfitForecast
 from rungwise.analysis.forecast import forecast_final
 from rungwise.analysis.points import ladder_points
-from rungwise.analysis.shapes import SHAPES, collapse_floor
+from rungwise.analysis.whole_curves.bands import CurveError
+from rungwise.analysis.whole_curves.curve_rows import complete_curves, only_falls, smooth_curve
+from rungwise.analysis.whole_curves.shapes import SHAPES, collapse_floor
 
 FLOPS = (1.0, 4.0, 16.0, 64.0)
 

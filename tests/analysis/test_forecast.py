@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rungwise.analysis.fit import UnfitForecast
+from rungwise.analysis.fitting.fit import UnfitForecast
 from rungwise.analysis.forecast import Forecast, backtest_final, forecast_final
 from rungwise.analysis.points import ladder_points
 from rungwise.analysis.vocabulary import dump_json, load_json

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from scipy import special
 
-from rungwise.analysis.bands import CurveError
 from rungwise.analysis.nowcast import nowcast
+from rungwise.analysis.whole_curves.bands import CurveError
 
 PROGRESS = np.geomspace(0.02, 1.0, 60)
 ERROR = CurveError.of(np.log(PROGRESS), 0.015 * -np.log(PROGRESS) / 3.9, final=0.006, degrees=2.0)

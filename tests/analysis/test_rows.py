@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from rungwise.analysis.fitting.laws import PowerLaw
 from rungwise.analysis.forecast import forecast_final
-from rungwise.analysis.laws import PowerLaw
 from rungwise.analysis.rows import load_points, odd_runs, usable_points
 
 LAW = PowerLaw(1.6, 95.25, 0.09412)
@@ -108,7 +108,7 @@ def test_load_points_reads_files_and_refuses_others(tmp_path: Path):
 
 
 def test_file_to_figure_in_four_lines(tmp_path: Path):
-    from rungwise.analysis.figures import ladder_fit_figure
+    from rungwise.analysis.drawing.figures import ladder_fit_figure
 
     ladder().to_csv(tmp_path / "runs.csv", index=False)
     points = load_points(tmp_path / "runs.csv")

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rungwise.analysis.source import RunRecord, load_run, load_run_mlflow, load_runs
-from rungwise.analysis.store import (
+from rungwise.analysis.reading.store import (
     StoreError,
     check_reachable,
     escape_key,
@@ -18,9 +17,10 @@ from rungwise.analysis.store import (
     open_client,
     unescape_key,
 )
+from rungwise.analysis.source import RunRecord, load_run, load_run_mlflow, load_runs
 from rungwise.ladder.home import resolve_tracking, run_folder, write_json
-from rungwise.ladder.journal import Journal, append_event
-from rungwise.ladder.tracking import mirror_folder
+from rungwise.ladder.recording.journal import Journal, append_event
+from rungwise.ladder.recording.tracking import mirror_folder
 
 TIMING_NAMES = ["loss", "timing(s)/gen", "timing[s]/gen", "drop%/layer 3", "expert#7/load", "a//b"]
 

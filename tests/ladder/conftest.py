@@ -17,10 +17,10 @@ import pytest
 from rungwise.analysis.registry import register
 from rungwise.ladder.family import family_text, load_family
 from rungwise.ladder.home import forecasts_folder, resolve_tracking, run_folder, write_json
-from rungwise.ladder.journal import Journal
-from rungwise.ladder.plan import RunPlan, plan_ladder
+from rungwise.ladder.planning.plan import RunPlan, plan_ladder
 from rungwise.ladder.predict import forecast_runs, load_family_runs
-from rungwise.ladder.tracking import journal_sizes, mark_mirrored
+from rungwise.ladder.recording.journal import Journal
+from rungwise.ladder.recording.tracking import journal_sizes, mark_mirrored
 
 FLOOR, AMPLITUDE, EXPONENT = 1.2, 900.0, 0.25
 """The planted law, nats: loss = FLOOR + AMPLITUDE · FLOPs^-EXPONENT."""

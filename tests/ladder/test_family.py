@@ -30,7 +30,7 @@ def test_shipped_families_load_and_plan(name: str):
 
 
 def test_tiny_keeps_the_promises_of_its_geometry():
-    from rungwise.ladder.plan import plan_ladder
+    from rungwise.ladder.planning.plan import plan_ladder
 
     plan = plan_ladder(load_family("tiny"))
     top, smallest = plan.rungs[-1], plan.rungs[0]
@@ -84,7 +84,7 @@ def test_override_replaces_a_derived_value():
 
 
 def test_marin_reproduces_the_published_ladder():
-    from rungwise.ladder.plan import plan_ladder
+    from rungwise.ladder.planning.plan import plan_ladder
 
     plan = plan_ladder(load_family("marin"))
     runs = (*plan.rungs, plan.hero)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rungwise.analysis.fit import UnfitForecast
-from rungwise.analysis.optimum import Sweep, fit_optima, sweep_key
+from rungwise.analysis.fitting.fit import UnfitForecast
+from rungwise.analysis.sweeps.optimum import Sweep, fit_optima, sweep_key
 from rungwise.ladder.home import family_folder, write_json
 from rungwise.ladder.predict import (
     backtest_runs,

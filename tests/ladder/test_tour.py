@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 from rungwise.ladder.home import resolve_tracking
-from rungwise.ladder.tracking import mirror_folder
+from rungwise.ladder.recording.tracking import mirror_folder
 
 TOUR = Path(__file__).parents[2] / "notebooks" / "tour.ipynb"
 

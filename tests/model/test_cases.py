@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rungwise.analysis.intervals import RungMeans, profile_floors
+from rungwise.analysis.fitting.intervals import RungMeans, profile_floors
 from rungwise.comm.config import TransportConfig
 from rungwise.model.balance import loss_free_bias
 from rungwise.model.config import ModelConfig

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from rungwise.ladder.family import ExecutionConfig, RunConfig, load_family
-from rungwise.ladder.step import init_state, make_train_step
+from rungwise.ladder.training.step import init_state, make_train_step
 from rungwise.model.transformer import MAX_UNROLLED_LAYERS
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from rungwise.ladder.family import ExecutionConfig, RunConfig, load_family
-from rungwise.ladder.step import init_state, make_train_step
+from rungwise.ladder.training.step import init_state, make_train_step
 from rungwise.model import transformer
 from rungwise.model.config import ModelConfig
 from rungwise.model.loss import loss_sums

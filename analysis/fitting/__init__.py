@@ -1,0 +1,1 @@
+"""Laws, the solver, intervals, and what a fit rests on."""

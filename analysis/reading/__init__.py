@@ -1,0 +1,1 @@
+"""Reading runs, from their folder or from MLflow, ours or anybody's."""

@@ -1,0 +1,1 @@
+"""Where a sweep's loss is lowest, and laws through optima."""

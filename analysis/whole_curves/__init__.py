@@ -1,0 +1,1 @@
+"""Curves over a run's progress: shapes, bands, laws of schedules."""

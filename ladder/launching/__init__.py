@@ -1,0 +1,1 @@
+"""Starting runs and seeing how far they are: here, or through Slurm."""

@@ -1,0 +1,1 @@
+"""The training step on several devices and processes: mesh, pipeline, sharded state."""

@@ -1,0 +1,1 @@
+"""What a run leaves behind: journal, checkpoints, its mirror in MLflow, exported weights."""

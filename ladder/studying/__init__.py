@@ -1,0 +1,1 @@
+"""Studies apart from a ladder's own runs: sweeps, drops, this machine's speed."""

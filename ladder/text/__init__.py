@@ -1,0 +1,1 @@
+"""Text to batches: corpora, sources, mixture, tokenizer, which window is seen when."""

@@ -1,0 +1,1 @@
+"""The verbs of the command line, by what they are about; `ladder/cli.py` gathers them."""

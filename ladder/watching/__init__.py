@@ -1,0 +1,1 @@
+"""Judging a run while it trains, and telling people."""
