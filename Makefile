@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),.tools/bin/uv)
-PYTEST := $(BIN)/pytest --strict-skips --durations=10
+PYTEST := $(BIN)/pytest --numprocesses=2 --dist=loadfile --strict-skips --durations=10
 
 # The kernel works in the notebook's folder: at the top, its own package `comm` would be shadowed by ours.
 EXECUTE := import pathlib, sys, nbclient, nbformat; path = pathlib.Path(sys.argv[1]); book = nbformat.read(path, 4); \

@@ -194,27 +194,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_skipped] = []
+    config.pluginmanager.register(_SkipsSeen(config.stash.setdefault(_skipped, [])))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
-    report = yield
-    if report.skipped:
-        item.config.stash[_skipped].append(_skip_line(report))
-    return report
+class _SkipsSeen:
+    """Hears of every skip, of a test or of a whole file, also of those that another process reports."""
 
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector):
-    report = yield
-    if report.skipped:
-        collector.config.stash[_skipped].append(_skip_line(report))
-    return report
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._hear(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._hear(report)
+
+    def _hear(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped:
+            self._lines.append(_skip_line(report))
 
 
 def _skip_line(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -62,8 +62,8 @@ class Case:
     actions: ActionsConfig | None = None
     other_text: bool = False
     """Another text from there on."""
-    killed_after: int | None = None
-    """Steps after which the run is killed once."""
+    killed_at: float | None = None
+    """Share of the span after which the run is killed once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
         Case(name="capacity factors 0.8, declared", fault=False, event={"kind": "transport", "change": declared}),
         Case(name="another text from here on", fault=True, other_text=True),
         Case(name="another text from here on, declared", fault=False, other_text=True, event={"kind": "mixture"}),
-        Case(name="killed and resumed", fault=False, killed_after=60),
+        Case(name="killed and resumed", fault=False, killed_at=0.25),
     )
 
 
@@ -218,8 +218,9 @@ def simulate(family: str, *, home: Path, work: Path, names: tuple[str, ...] = ()
         own = run_folder(place, config.family, config.run)
         if case.event:
             append_event(own, step=start + 1, **case.event)
-        if case.killed_after is not None:
-            _train(config, own, case, start=start, until=start + case.killed_after, cache=home / "cache", kill=True)
+        if case.killed_at is not None:
+            until = start + round(case.killed_at * span)
+            _train(config, own, case, start=start, until=until, cache=home / "cache", kill=True)
         _train(config, own, case, start=start, until=start + span, cache=home / "cache")
         yield _finding(family, place, config, case, start)
 

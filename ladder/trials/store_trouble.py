@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sqlite3
-import statistics
 import subprocess
 import sys
 import threading
@@ -26,15 +25,12 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from rungwise.ladder.family import load_family
 from rungwise.ladder.home import run_folder
+from rungwise.ladder.trials.alternating import Alternation
 from rungwise.ladder.trials.kill_campaign import store_faults
 
 PAIRS: Final = 10
-WARMUP: Final = 10
-"""Steps before the first window, and left out at the start of each."""
 
 Switch = Callable[[bool], None]
 """Begins (True) or ends (False) the trouble."""
@@ -121,7 +117,7 @@ def full_trouble(home: Path) -> Iterator[tuple[str, Switch]]:
 TROUBLES: Final = {"server": server_trouble, "locked": locked_trouble, "full": full_trouble}
 
 
-def measure(family: str, run: str, *, home: Path, trouble: str) -> dict[str, Any]:
+def measure(family: str, run: str, *, home: Path, trouble: str, pairs: int = PAIRS) -> dict[str, Any]:
     """Trains `run` to its end with the store well and in trouble by turns.
 
     Raises:
@@ -132,25 +128,17 @@ def measure(family: str, run: str, *, home: Path, trouble: str) -> dict[str, Any
     from rungwise.ladder.training.train import train_run
 
     config = next(found for found in load_family(family).runs if found.run == run)
-    window = (config.steps - WARMUP) // (2 * PAIRS)
-    if window < 2 * WARMUP:
-        raise ValueError(f"run {run} has {config.steps} steps, too few for {2 * PAIRS} windows; choose a larger rung")
+    turns = Alternation.within(config.steps, pairs=pairs)
     prepare_backend(threads=config.threads, cache=home / "cache")
-    walls: list[list[float]] = [[] for _ in range(2 * PAIRS)]
-    cpus: list[list[float]] = [[] for _ in range(2 * PAIRS)]
-    last = [time.perf_counter(), time.process_time()]
     with TROUBLES[trouble](home) as (tracking, switch):
 
         def observe(step: int, values: dict[str, float]) -> None:
-            now = [time.perf_counter(), time.process_time()]
-            index, place = divmod(step - WARMUP, window)
-            if "train/loss" in values and 0 <= index < 2 * PAIRS and place >= WARMUP:
-                walls[index].append(now[0] - last[0])
-                cpus[index].append(now[1] - last[1])
-            if place == 0 and "train/loss" in values:
-                switch(index < 2 * PAIRS and _is_in_trouble(index))
-                now = [time.perf_counter(), time.process_time()]
-            last[:] = now
+            if "train/loss" not in values:
+                return
+            turns.seen(step)
+            if turns.starts_window(step):
+                switch(turns.is_changed(step))
+                turns.forget()
 
         try:
             folder = run_folder(home, config.family, run)
@@ -159,33 +147,7 @@ def measure(family: str, run: str, *, home: Path, trouble: str) -> dict[str, Any
             switch(False)
         mirror_folder(folder, tracking)
         whole = not list(store_faults(folder, tracking, config.family, run))
-    return {
-        "trouble": trouble,
-        "steps_a_window": window - WARMUP,
-        "pairs": PAIRS,
-        "step_time": _compared(walls),
-        "cpu_seconds": _compared(cpus),
-        "store_holds_every_point": whole,
-    }
-
-
-def _is_in_trouble(window: int) -> bool:
-    """Pairs take turns in which half comes first, so that a drift of the machine favours neither."""
-    return (window % 2 == 1) != (window // 2 % 2 == 1)
-
-
-def _compared(windows: list[list[float]]) -> dict[str, Any]:
-    """Median over pairs of the ratio of median steps, trouble over none, and its 90% bootstrap interval."""
-    medians = [statistics.median(window) for window in windows]
-    ratios = []
-    for pair in range(PAIRS):
-        one, other = 2 * pair, 2 * pair + 1
-        bad, good = (other, one) if _is_in_trouble(other) else (one, other)
-        ratios.append(medians[bad] / medians[good])
-    draws = np.median(np.random.default_rng(0).choice(ratios, (2000, PAIRS)), axis=1)
-    low, high = np.quantile(draws, (0.05, 0.95))
-    well = statistics.median(medians[index] for index in range(2 * PAIRS) if not _is_in_trouble(index))
-    return {"ratio": statistics.median(ratios), "low": float(low), "high": float(high), "seconds_without": well}
+    return {"trouble": trouble, **turns.result(), "store_holds_every_point": whole}
 
 
 def main() -> None:
@@ -194,9 +156,10 @@ def main() -> None:
     parser.add_argument("--rung", default="d64")
     parser.add_argument("--home", type=Path, required=True, help="an empty folder")
     parser.add_argument("--trouble", choices=sorted(TROUBLES), default="server")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help=f"of windows with and without (default: {PAIRS})")
     words = parser.parse_args()
     words.home.mkdir(parents=True, exist_ok=True)
-    found = measure(words.family, words.rung, home=words.home.absolute(), trouble=words.trouble)
+    found = measure(words.family, words.rung, home=words.home.absolute(), trouble=words.trouble, pairs=words.pairs)
     print(json.dumps(found, indent=2))
     sys.exit(0 if found["store_holds_every_point"] else 1)
 

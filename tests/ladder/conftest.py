@@ -91,6 +91,12 @@ def _config(family: str, plan: RunPlan) -> Mapping[str, Any]:
 
 
 @pytest.fixture
+def write_family_run() -> Callable[..., None]:
+    """Writes a planted run of any family: `write_run`."""
+    return write_run
+
+
+@pytest.fixture
 def rungs_home(tracked_home: Path) -> Path:
     """A home whose `tiny` rungs have finished, and their mirrors too, by what those leave in the folders."""
     for plan in plan_ladder(load_family("tiny")).rungs:
