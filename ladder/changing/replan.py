@@ -5,36 +5,29 @@ not training takes it where it left off; one that trains, after the next checkpo
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from rungwise.analysis.forecast import Forecast
-from rungwise.analysis.reading.records import JOURNAL_FILE, read_records
 from rungwise.analysis.reading.store import public_address
 from rungwise.analysis.registry import load_registered, register_successor
 from rungwise.ladder.changing.branch import load_run_config
 from rungwise.ladder.changing.cooldown import Cooldown
 from rungwise.ladder.changing.course import (
     Course,
-    Event,
-    course_lock,
     course_of,
     learning_rate_at,
     load_events,
     marks_of,
     plan_course,
 )
+from rungwise.ladder.changing.declare import acts_after, declaring
 from rungwise.ladder.changing.horizon import forecast_horizon
 from rungwise.ladder.console import log, one_line
-from rungwise.ladder.family import RunConfig
 from rungwise.ladder.home import CONFIG_FILE, forecasts_folder, read_json, resolve_tracking, run_folder
 from rungwise.ladder.predict import FamilyRuns, load_family_runs
-from rungwise.ladder.recording.checkpoint import Checkpoints
-from rungwise.ladder.recording.journal import append_event, writer_of
-from rungwise.ladder.recording.kept import kept_steps
+from rungwise.ladder.recording.journal import append_event
 from rungwise.ladder.recording.provenance import write_run_config
 from rungwise.ladder.recording.tracking import mirror_forecast
 
@@ -201,58 +194,6 @@ def apply_replan(plan: Replan, *, home: Path, tracking: str | None = None) -> Re
     corpus = read_json(folder / CONFIG_FILE)["corpus_hash"]
     write_run_config(folder, config, corpus_hash=corpus, course=plan.course)
     return replace(plan, applied=True)
-
-
-def declare_change(folder: Path, kind: str, change: dict[str, Any], *, reason: str) -> int:
-    """Declares another change of a run, such as its transport; returns the first optimizer step it acts on.
-
-    Args:
-        change: new values by field, of those in `course.CHANGEABLE[kind]`.
-    Raises:
-        ValueError: a change that this kind may not make, a value that does not work, or no reason.
-    """
-    if not reason:
-        raise ValueError(f"event {kind!r} needs a reason: why it changes, in a few words")
-    with declaring(folder) as (config, _, done):
-        event: Event = {"kind": kind, "step": done + 1, "change": change}
-        course_of(config, (*load_events(folder), event))
-        append_event(folder, kind, done + 1, change=change, reason=reason)
-    return done + 1
-
-
-@contextmanager
-def declaring(folder: Path) -> Iterator[tuple[RunConfig, Course, int]]:
-    """The run's config, course and the steps after which a change acts, none of which moves until the block ends."""
-    config = load_run_config(folder)
-    with course_lock(folder):
-        course = course_of(config, load_events(folder))
-        yield config, course, acts_after(folder, config, course)[0]
-
-
-def acts_after(folder: Path, config: RunConfig, course: Course) -> tuple[int, bool]:
-    """The steps after which a change declared now acts, and whether the run trains.
-
-    Of a run that does not train: its latest checkpoint. Of one that does: the next it comes to, where it looks.
-
-    Raises:
-        ValueError: the run has finished, or comes to no checkpoint before its end.
-    """
-    records = read_records(folder / JOURNAL_FILE).records
-    last = max((record["attempt"] for record in records if record["kind"] == "attempt"), default=0)
-    mine = [record for record in records if record.get("attempt") == last]
-    if mine and mine[-1]["kind"] == "end" and mine[-1]["state"] == "finished":
-        raise ValueError(f"run {config.run} has finished; its horizon is behind it: branch from it instead")
-    saved = Checkpoints(folder / "checkpoints").latest_step() or 0
-    if writer_of(folder) is None:
-        return saved, False
-    reached = max([saved, *(record["step"] for record in mine)])
-    marks = marks_of(course, config.checkpoint.every_fraction) | kept_steps(folder, course)
-    coming = [mark for mark in marks if reached < mark < course[-1].last_step]
-    if not coming:
-        raise ValueError(
-            f"run {config.run} comes to no checkpoint before its end, step {course[-1].last_step}; stop it"
-        )
-    return min(coming), True
 
 
 def _steps_of(tokens: int, course: Course, done: int) -> int:

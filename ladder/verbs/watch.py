@@ -151,14 +151,24 @@ def declare(
     planned: Annotated[
         bool, typer.Option("--planned", help="The rungs made the same change at the same progress.")
     ] = False,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="What the trainer changes by itself at that step; may be repeated. Needs --note.",
+            show_default=False,
+        ),
+    ] = None,
     home: Home = None,
     as_json: Json = False,
 ) -> None:
     """Declare a change to a run, with the effect expected, so that the watch checks it instead of crying wolf.
 
-    It is written beside the run's journal, copied to MLflow and shown in the report.
+    It is written beside the run's journal, copied to MLflow and shown in the report. With --change the run itself takes
+    the new values, from that step or its next checkpoint on.
 
-    Example: `ladder event tiny --kind mixture --step 90 --expect 'train/loss +0.03' --note 'more code'`
+    Examples: `ladder event tiny --kind mixture --step 90 --expect 'train/loss +0.03' --note 'more code'`,
+    `ladder event tiny --kind transport --change transport.name=ragged --note 'too many drops'`
     """
     from rungwise.ladder import console
     from rungwise.ladder.changing.declare import declare_event
@@ -166,13 +176,15 @@ def declare(
 
     event = declare_event(
         family, run, kind, home=resolve_home(home), step=step, expect=expect or (), note=note, grace=grace,
-        planned=planned,
+        planned=planned, change=change or (),
     )  # fmt: skip
     if as_json:
         console.print_json(event)
     else:
         effects = ", ".join(f"{metric} {effect}" for metric, effect in event.get("expected", {}).items())
-        print(f"{run}: {kind} change at step {event['step']}, expected: {effects or 'what its kind moves'}")
+        values = ", ".join(f"{field} = {value}" for field, value in event.get("change", {}).items())
+        what = f"{kind} change at step {event['step']}" + (f", {values}" if values else "")
+        print(f"{run}: {what}, expected: {effects or 'what its kind moves'}")
 
 
 def _judge_family(family: str, names: Sequence[str], look: _Look) -> "Verdict":

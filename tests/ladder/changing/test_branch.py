@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -18,12 +17,12 @@ from rungwise.analysis.source import load_run
 from rungwise.ladder.changing.branch import begin_branch, branch_config, load_course, load_run_config
 from rungwise.ladder.changing.cooldown import Cooldown, parse_cooldowns, parse_shares
 from rungwise.ladder.changing.course import course_of, learning_rate_at, plan_course, stretches_of_course
-from rungwise.ladder.changing.replan import declare_change
+from rungwise.ladder.changing.declare import declare_change
 from rungwise.ladder.family import load_family
 from rungwise.ladder.home import run_folder
 from rungwise.ladder.launching.status import family_status
 from rungwise.ladder.recording.checkpoint import Checkpoints
-from rungwise.ladder.recording.export import export_weights, load_exported, read_safetensors, write_safetensors
+from rungwise.ladder.recording.export import WEIGHTS_FILE, export_weights, load_exported
 from rungwise.ladder.recording.journal import append_event
 from rungwise.ladder.recording.kept import keep_at, kept_fractions, kept_steps
 from rungwise.ladder.recording.provenance import write_run_config
@@ -127,26 +126,6 @@ def test_checkpoints_that_were_asked_for_are_kept_for_good(home: Path):
     assert checkpoints.steps() == (247, 617)
 
 
-def test_safetensors_have_the_published_layout_and_come_back_whole(tmp_path: Path):
-    path = tmp_path / "model.safetensors"
-    tensors = {"a.b": np.arange(6, dtype=np.float32).reshape(2, 3), "c": np.array([1, -2], np.int32)}
-    write_safetensors(path, tensors, metadata={"run": "hero"})
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    assert length % 8 == 0
-    assert header["a.b"] == {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
-    assert header["c"] == {"dtype": "I32", "shape": [2], "data_offsets": [24, 32]}
-    assert data[8 + length :] == tensors["a.b"].tobytes() + tensors["c"].tobytes()
-    for name, array in read_safetensors(path).items():
-        np.testing.assert_array_equal(array, tensors[name])
-    path.write_bytes(data[:-1])
-    with pytest.raises(ValueError, match="tensor 'c' is cut off"):
-        read_safetensors(path)
-    with pytest.raises(ValueError, match="tensor 'z' is complex64"):
-        write_safetensors(path, {"z": np.zeros(1, np.complex64)}, metadata={})
-
-
 def _ladder(small: Path, home: Path, verb: str, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "rungwise.ladder", verb, str(small), "--home", str(home), *words]
 
@@ -244,6 +223,10 @@ def test_qualification_export_and_a_change_that_came_too_late(small: Path, tmp_p
     assert model == own.model
     _assert_equal(params, tree["params"])
     np.testing.assert_array_equal(_logits(model, params, bias), _logits(own.model, tree["params"], tree["bias"]))
+    file = tmp_path / "weights" / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        load_exported(tmp_path / "weights")
 
     with pytest.raises(ValueError, match="has finished"):
         declare_change(parent, "transport", {"transport.name": "ragged"}, reason="drops")

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rungwise.analysis.registry import load_registered
-from rungwise.ladder.changing.branch import load_course
+from rungwise.ladder.changing.branch import load_course, load_run_config
 from rungwise.ladder.changing.cooldown import Cooldown
-from rungwise.ladder.changing.course import load_events, plan_course
+from rungwise.ladder.changing.course import course_of, load_events, plan_course
 from rungwise.ladder.changing.course_table import replan_table, save_replan_figure
-from rungwise.ladder.changing.replan import apply_replan, declare_change, plan_replan
+from rungwise.ladder.changing.declare import declare_change, declare_event
+from rungwise.ladder.changing.replan import apply_replan, plan_replan
 from rungwise.ladder.family import LadderConfig, family_text, load_family
 from rungwise.ladder.home import forecasts_folder, make_folder, read_json, run_folder, write_json
 from rungwise.ladder.launching.guard import check_forecast_plan, check_start, disk_bytes, plan_differences
@@ -152,17 +154,45 @@ def test_past_the_first_quarter_it_takes_anyway_and_a_reason(registered_home: Pa
 
 def test_a_run_that_trains_takes_a_change_after_its_next_checkpoint(registered_home: Path):
     folder = _start_hero(registered_home, 123)
-    assert declare_change(folder, "transport", {"transport.name": "ragged"}, reason="drops") == 124
+    assert declare_change(folder, "transport", {"transport.name": "ragged"}, reason="drops")["step"] == 124
     (folder / "events.jsonl").unlink()
     with Journal(folder, family="tiny", run="hero") as journal:
         journal.start_attempt(123)
         journal.write(300, {"train/loss": 3.0})
-        assert declare_change(folder, "transport", {"transport.name": "ragged"}, reason="drops") == 371
+        assert declare_change(folder, "transport", {"transport.name": "ragged"}, reason="drops")["step"] == 371
         with pytest.raises(ValueError, match="cannot change 'seed'"):
             declare_change(folder, "transport", {"seed": 3}, reason="luck")
         journal.write(1200, {"train/loss": 3.0})
         with pytest.raises(ValueError, match="comes to no checkpoint before its end"):
             declare_change(folder, "transport", {"transport.name": "ragged"}, reason="drops")
+
+
+def test_new_values_from_the_command_line_are_read_checked_and_written(registered_home: Path):
+    folder = _start_hero(registered_home, 123)
+
+    def declared(*change: str, **words: Any) -> dict[str, Any]:
+        kind = words.pop("kind", "transport")
+        return declare_event("tiny", "hero", kind, home=registered_home, change=change, **{"note": "drops"} | words)
+
+    for change, words, said in (
+        (("transport.name",), {}, "names no value; write field=value"),
+        (("transport.name=raged",), {}, "did you mean 'ragged'"),
+        (("transport.num_ranks=8",), {}, "cannot change 'transport.num_ranks'"),
+        (("transport.name=ragged",), {"note": ""}, "needs a reason"),
+        (("transport.name=ragged",), {"step": 123}, "give one from 124"),
+        (("transport.name=ragged",), {"step": 1235}, "outside the run"),
+        (("transport.name=ragged",), {"kind": "note"}, "it may change nothing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            declared(*change, **words)
+    assert not (folder / "events.jsonl").exists()
+    event = declared("transport.name=ragged", "transport.receiver_capacity_factor=2", expect=["moe/drop_fraction down"])
+    assert event["step"] == 124
+    (written,) = load_events(folder)
+    assert written["change"] == {"transport.name": "ragged", "transport.receiver_capacity_factor": 2}
+    assert (written["reason"], written["expected"]) == ("drops", {"moe/drop_fraction": "down"})
+    course = course_of(load_run_config(folder), load_events(folder))
+    assert [segment.config.transport.name for segment in course] == ["pooled_wave", "ragged"]
 
 
 def test_a_hero_of_another_plan_than_the_forecasts_is_refused_with_the_fields(registered_home: Path, tmp_path: Path):
