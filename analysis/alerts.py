@@ -7,7 +7,7 @@ cannot judge; an `Episode` turns a detector's signals into one alert with hyster
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from rungwise.analysis.vocabulary import SEVERITIES, decode_number
 
@@ -57,8 +57,7 @@ class Alert:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One row of a run: training step, position in the run, and the values logged at that step.
 
     time: Unix seconds of its record, attempt: the start of the run that wrote it; None where unknown.
@@ -72,8 +71,7 @@ class Row:
     attempt: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signal:
+class Signal(NamedTuple):
     """A detector's opinion of one row; `level` >= 1 fires."""
 
     level: float
@@ -92,7 +90,10 @@ class Signal:
 
 
 class Detector(Protocol):
-    """One rule over one metric, fed a row at a time."""
+    """One rule over one metric, fed a row at a time.
+
+    It is shown the rows that have its metric; all of them where it is one of `EveryRow`.
+    """
 
     rule: str
     metric: str
@@ -115,6 +116,10 @@ class Detector(Protocol):
     def resolved(self) -> None:
         """The alert was closed; watch again as if new."""
         ...
+
+
+class EveryRow:
+    """A detector that has something to say, or to remember, of rows without its metric too."""
 
 
 class Episode:
@@ -228,6 +233,10 @@ def overall_state(alerts: Iterable[Alert], *, judged: bool = True) -> str:
     return "healthy" if judged else "cannot_judge"
 
 
+_PLACE: Final = frozenset(("step", "tokens", "time", "attempt"))
+"""What a row says of itself rather than of the run."""
+
+
 def make_row(values: Mapping[str, Any], *, horizon_tokens: float | None, horizon_steps: float | None) -> Row:
     """A row from plain values: words for non-finite numbers are understood, None and text are left out.
 
@@ -236,10 +245,10 @@ def make_row(values: Mapping[str, Any], *, horizon_tokens: float | None, horizon
     """
     numbers = {}
     for name, value in values.items():
-        if name in ("step", "tokens", "time", "attempt") or value is None:
+        if name in _PLACE or value is None:
             continue
         try:
-            numbers[name] = decode_number(value)
+            numbers[name] = value if type(value) is float else decode_number(value)
         except (TypeError, ValueError):
             continue
     step = int(values["step"])

@@ -1,8 +1,8 @@
 """The whole trajectory of a hero from its rungs' curves: loss at equal progress, with bands.
 
 Every run's curve is brought to common progress (share of its own token horizon). The hero's shape comes from those of
-the rungs (`shapes.py`), its end from `forecast_final`, and the bands join what either may miss (`bands.py`). Rows
-become curves in `curve_rows.py`; other quantities than losses are `metric_curves.py`.
+the rungs (`shapes.py`), its end from their ends (`curve_ends.py`), and the bands join what either may miss
+(`bands.py`). Rows become curves in `curve_rows.py`; other quantities than losses are `metric_curves.py`.
 """
 
 import math
@@ -16,10 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from rungwise.analysis.conditions import MAX_RATIO_SPREAD
-from rungwise.analysis.fitting.fit import UnfitForecast, fit_law
-from rungwise.analysis.forecast import Forecast, forecast_final
+from rungwise.analysis.fitting.fit import UnfitForecast
+from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.points import target_flops
 from rungwise.analysis.whole_curves.bands import CurveError
+from rungwise.analysis.whole_curves.curve_ends import floor_error, own_final, size_of_target
 from rungwise.analysis.whole_curves.curve_rows import (
     SETTLED,
     common_grid,
@@ -47,8 +48,6 @@ SPAN: Final = 2.0
 """A fall is measured from progress p / SPAN to p."""
 MEASURED_SHARE: Final = 0.7
 """The least a measured slope error is taken for, as a share of the unmeasured one."""
-COLLAPSED: Final = 0.95
-"""Share of the variance between ratio curves that one floor must remove to count as the law's floor."""
 
 
 def forecast_curve(
@@ -94,10 +93,9 @@ def forecast_curve(
     collapse = collapse_floor(ladder.log_loss, ladder.weight)
     collapse = replace(collapse, error=math.sqrt(leverage_of(ladder, log_flops, log_steps)) * collapse.error)
     if final is None:
-        final, doubt = _own_final(everything, target, collapse, level=level, floor=floor)
-        floor_error = collapse.error if doubt else _floor_error(final)
+        final, doubt, of_floor = own_final(everything, runs, target, collapse, level=level, floor=floor)
     else:
-        doubt, floor_error = 0.0, _floor_error(final)
+        doubt, of_floor = 0.0, floor_error(final)
     if final.low is None or final.high is None:
         raise ValueError(f"no band: {final.status}")
     plan = plan_shapes(rungs, schedule, target, grid)
@@ -107,7 +105,7 @@ def forecast_curve(
     ladder = replace(ladder, floor=law["floor"], exponent=law["exponent"], planned=plan.shapes)
     log_final = math.log(final.point)
     shape = forecast_shape(
-        ladder, log_flops=log_flops, log_steps=log_steps, log_final=log_final, floor_error=floor_error,
+        ladder, log_flops=log_flops, log_steps=log_steps, log_final=log_final, floor_error=of_floor,
         only=("schedule_law",) if plan.changed else None,
     )  # fmt: skip
     middle = log_final + shape.shape
@@ -121,40 +119,9 @@ def forecast_curve(
     return _at_wanted(table, progress, grid)
 
 
-def _own_final(
-    runs: list[pd.DataFrame], target: Mapping[str, Any], collapse: Collapse, *, level: float, floor: float | None
-) -> tuple[Forecast, float]:
-    """Forecast of the curves' own ends, and the log error that a floor found by collapse adds to it."""
-    end = np.ones(1)
-    ends = [
-        {**identity_of(run), "loss": float(np.exp(smooth_curve(run["progress"].clip(upper=1.0), run["loss"], end)[0]))}
-        for run in runs
-    ]
-    largest = 0.999 * target_flops(target)  # of another ratio a run may well have cost more
-    ends = [row for row in ends if target_flops(row) < largest] or ends
-    if floor is not None or collapse.share < COLLAPSED:
-        return forecast_final(ends, target, level=level, floor=floor), 0.0
-    reason = f"the rungs' whole curves collapse at it ({collapse.share:.1%} of their spread)"
-    final = forecast_final(ends, target, level=level, floor=collapse.floor, floor_reason=reason)
-    lowest = min(row["loss"] for row in ends)
-    moved = min(collapse.floor + collapse.error, 0.999 * lowest)
-    other = forecast_final(ends, target, level=level, floor=moved).point
-    # The ends alone may want another floor: half of what that would change counts as doubt too.
-    fitted = fit_law([target_flops(row) for row in ends], [row["loss"] for row in ends]).law.value(target_flops(target))
-    return final, math.hypot(math.log(other / final.point), 0.5 * math.log(float(fitted) / final.point))
-
-
-def _floor_error(final: Forecast) -> float:
-    """Standard deviation of the floor by its profile, nats; 0 where it is pinned."""
-    if final.floor is not None or not final.floor_profile:
-        return 0.0
-    floors, weights = (np.array([row[key] for row in final.floor_profile]) for key in ("floor", "weight"))
-    return math.sqrt(float(np.cov(floors, aweights=weights, ddof=0)))
-
-
 def _of_ratio(runs: list[pd.DataFrame], target: Mapping[str, Any]) -> list[pd.DataFrame]:
     """The runs with the target's tokens per (active) parameter, where that is known of all."""
-    size = "num_active_params" if target.get("num_active_params") else "num_params"
+    size = size_of_target(target)
     if not target.get(size) or not target.get("tokens") or any(not {size, "tokens"} <= set(run) for run in runs):
         return runs
     wanted = float(target["tokens"]) / float(target[size])

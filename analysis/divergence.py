@@ -7,14 +7,15 @@ re-baseline and leaves the second alone.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from rungwise.analysis.alerts import Alert, Detector, Episode, Row, make_row, overall_state
-from rungwise.analysis.detection.change_detectors import change_detectors
+from rungwise.analysis.alerts import Alert, Detector, Episode, EveryRow, Row, make_row, overall_state
+from rungwise.analysis.detection.change_detectors import UndeclaredChange, change_detectors
 from rungwise.analysis.detection.detectors import Basis, Builder, loss_detectors
 from rungwise.analysis.detection.explain import Explainer
 from rungwise.analysis.detection.health_detectors import SILENCE_S, Silence, health_detectors
@@ -29,6 +30,15 @@ __all__ = ["Alert", "Monitor", "overall_state", "replay"]
 
 BUILDERS: Final[tuple[Builder, ...]] = (loss_detectors, peer_detectors, metric_detectors, change_detectors)
 """What makes a run's detectors out of its `Basis`, in the order they judge a row."""
+
+HOLE_ROWS: Final = 10
+"""Where the next row is so many usual spacings away, rows are missing."""
+HOLE_SPAN: Final = 0.1
+"""Log steps without rows after which all is judged anew: a tenth of what the run had done."""
+SPACINGS: Final = 16
+"""Rows that tell the usual spacing."""
+LAYOUTS: Final = 64
+"""Sets of names in a row for which it is remembered who judges them."""
 
 
 class Monitor:
@@ -62,12 +72,14 @@ class Monitor:
         detectors += health_detectors(deadline=deadline, tokens=target.get("tokens"), silence_s=silence_s)
         self._units = Units()
         self._episodes = [Episode(detector) for detector in [*detectors, self._units]]
+        self._shown: dict[tuple[str, ...], list[Episode]] = {}
         self._explainer = Explainer(peers, replay=replay)
         self._marked: dict[Episode, Change] = {}
         self._time: float | None = None
         self._events = sorted((dict(event) for event in events), key=lambda event: event["step"])
         self._history: dict[tuple[str, str, int], Alert] = {}
         self._last_step: int | None = None
+        self._spacings: deque[int] = deque(maxlen=SPACINGS)
         self._attempt: int | None = None
         self.judged = False
         """Whether any loss was seen; without one the state is "cannot_judge"."""
@@ -93,10 +105,12 @@ class Monitor:
         if self._is_rewind(current):
             for episode in self._episodes:
                 episode.detector.rewind(current.step)
+        elif (missing := self._missing(current)) > 0.0:
+            self._forget(current.step, everything=missing > HOLE_SPAN)
         while self._events and self._events[0]["step"] <= current.step:
             changed += self._apply(self._events.pop(0), current)
         self._explainer.observe(current)
-        for episode in self._episodes:
+        for episode in self._concerned(current):
             if episode in self._marked:
                 continue
             alert = episode.observe(current)
@@ -153,11 +167,46 @@ class Monitor:
             self._history[_key(alert)] = alert
         return changed
 
+    def _concerned(self, row: Row) -> list[Episode]:
+        """Those that a row is shown to, by the names it has; rows of a run have few sets of them."""
+        names = tuple(row.values)
+        found = self._shown.get(names)
+        if found is None:
+            if len(self._shown) >= LAYOUTS:
+                self._shown.clear()
+            found = self._shown[names] = [
+                episode
+                for episode in self._episodes
+                if isinstance(episode.detector, EveryRow) or episode.detector.metric in row.values
+            ]
+        return found
+
     def _is_rewind(self, row: Row) -> bool:
         """Whether a row repeats steps: an earlier one than the last, or the last one in another attempt."""
         if self._last_step is None or row.step > self._last_step:
             return False
         return row.step < self._last_step or (row.attempt is not None and row.attempt != self._attempt)
+
+    def _forget(self, step: int, *, everything: bool) -> None:
+        """After a hole neighbouring rows tell no step, and after a long one what the run was like tells nothing."""
+        for episode in self._episodes:
+            detector = episode.detector
+            concerned = detector.family == "run_change" if everything else isinstance(detector, UndeclaredChange)
+            if concerned and episode.alert is None:
+                detector.rebaseline(step)
+
+    def _missing(self, row: Row) -> float:
+        """How much of the run, in log step, has no rows before this one; 0 where rows come as they usually do."""
+        last = self._last_step
+        if last is None or row.step <= last:
+            return 0.0
+        spacing, spacings = row.step - last, self._spacings
+        known = len(spacings) == SPACINGS
+        hole = known and spacing > HOLE_ROWS * min(spacings)  # so that the median is asked for rarely
+        if hole and spacing > HOLE_ROWS * float(np.median(spacings)):
+            return math.log((row.step + 1) / (last + 1))
+        spacings.append(spacing)
+        return 0.0
 
     def _is_told(self, mine: Episode, alert: Alert) -> bool:
         """Whether another rule's open alert speaks of the same subject: the first to speak speaks for it."""

@@ -16,8 +16,8 @@ MOVES: Final[Mapping[str, tuple[str, ...]]] = {
     "mixture": ("train/*", "moe/*", "moe_worst_layer/*", "grad_norm/*", "update_norm/*", "data/*"),
     "context": ("*",),
     "schedule": ("train/*", "grad_norm/*", "update_norm/*", "progress/*"),
-    "precision": ("train/*", "moe/*", "moe_worst_layer/*", "grad_norm/*", "update_norm/*", "perf/*"),
-    "restart": ("perf/*",),
+    "precision": ("train/*", "moe/*", "moe_worst_layer/*", "grad_norm/*", "update_norm/*", "param_norm/*", "perf/*"),
+    "restart": ("perf/*", "train/param_norm", "param_norm/*"),
     "note": (),
 }
 """Metrics whose level may move with a change of each kind, so that their past no longer says what they should be.
@@ -120,10 +120,20 @@ class Change:
         )  # fmt: skip
 
     def effect(self, metric: str) -> Effect | None:
-        """The effect declared for a metric: its own name counts before a pattern."""
+        """The effect declared for a metric: its own name counts before a pattern, and a subset moves the mean too."""
         if metric in self.effects:
             return self.effects[metric]
-        return next((effect for name, effect in self.effects.items() if fnmatch.fnmatchcase(metric, name)), None)
+        found = (effect for name, effect in self.effects.items() if fnmatch.fnmatchcase(metric, name))
+        return next(found, self._effect_of_subsets() if metric == "eval/loss" else None)
+
+    def _effect_of_subsets(self) -> Effect | None:
+        """What the evaluation's mean does where only subsets were spoken of: as they do, by an unknown share."""
+        effects = [
+            effect for name, effect in self.effects.items()
+            if name.startswith("eval/") and name.endswith("/loss") and effect.direction != "none"
+        ]  # fmt: skip
+        ways = {effect.direction for effect in effects}
+        return Effect(direction=ways.pop() if len(ways) == 1 else "either") if ways else None
 
     def moves(self, metric: str) -> bool:
         """Whether the metric's level may change with it: as declared, else as its kind does."""

@@ -190,7 +190,7 @@ def _laws(
 
 
 def backtest_final(points: pd.DataFrame, *, level: float = 0.9, floor: float | None = None) -> list[dict[str, Any]]:
-    """Forecast each top rung from those below: rung, flops, observed, point, low, high, error, inside, law."""
+    """Forecast each top rung from those below: rung, flops, observed, point, low, high, error, inside, law, counts."""
     table: Any = usable_points(points)[0]
     rungs, _ = rung_means(table)
     computes = np.exp(rungs.log_flops)
@@ -201,9 +201,12 @@ def backtest_final(points: pd.DataFrame, *, level: float = 0.9, floor: float | N
         forecast = forecast_final(below, top.iloc[0].drop("loss").to_dict(), level=level, floor=floor)
         observed = float(rungs.loss[held])
         inside = None if forecast.low is None or forecast.high is None else forecast.low <= observed <= forecast.high
+        alone = (forecast.method or {}).get("counts", [])
+        counts = alone if inside is not None else [{**count, "low": None, "high": None} for count in alone]
         rows.append(
             {"rung": _name(top), "flops": float(computes[held]), "observed": observed, "point": forecast.point,
              "low": forecast.low, "high": forecast.high, "error": forecast.point - observed, "inside": inside,
+             "counts": counts,
              "law": PowerLaw(*(float(forecast.laws[0][key]) for key in ("floor", "amplitude", "exponent")))}
         )  # fmt: skip
     return rows

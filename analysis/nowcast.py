@@ -9,6 +9,8 @@ held-out public curves, whose misses are not, it held 88 % (benchmarks/trajector
 """
 
 import math
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +19,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import special
 
+from rungwise.analysis.detection.pricing import Pricing
+from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.whole_curves.bands import CurveError
 from rungwise.analysis.whole_curves.curve_rows import falling, smooth_curve
 
@@ -30,6 +34,16 @@ LEAST_NOISE: Final = 5e-4
 DEGREES: Final = 2.0
 """Of the registered band's Student t: a ladder of four holds out two rungs."""
 POINTS: Final = 60
+HELD_AGAINST: Final = 2
+"""Rungs that the first held-out one is forecast from: a band has as many degrees as rungs beyond them."""
+MARKS: Final = (0.1, 0.2, 0.4, 0.6, 0.8)
+"""Shares of a run at which a nowcast is kept for the record."""
+MARK_SLACK: Final = 0.005
+"""Share by which an evaluation may come after a mark and still count: steps are whole."""
+
+
+class TooShort(ValueError):
+    """No row of the run so far lies where its registered curve does."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,10 +69,70 @@ class Nowcast:
     def registered_final(self) -> dict[str, float]:
         return {key: float(self.registered[key].iloc[-1]) for key in ("loss", "low", "high")}
 
+    @property
+    def width_ratio(self) -> float:
+        """Width of the final loss's interval over the registered one, in logs; above 1 the run has surprised."""
+        after, before = (math.log(end["high"] / end["low"]) for end in (self.final, self.registered_final))
+        return after / before
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {"progress": self.progress, "final": self.final, "registered": self.registered_final,
-                "surprise": self.surprise, "level": self.level}  # fmt: skip
+                "width_ratio": self.width_ratio, "surprise": self.surprise, "level": self.level}  # fmt: skip
+
+
+def nowcast_forecast(forecast: Forecast, observed: pd.DataFrame, *, metric: str | None = None) -> Nowcast:
+    """The nowcast of a registered forecast, which stays as it is: of its final loss, or of another registered curve.
+
+    Args:
+        observed: columns progress (share of the forecast's horizon), loss: of the same metric, and no other.
+    Raises:
+        ValueError: the forecast has no such curve, or as `nowcast`.
+    """
+    name = metric or forecast.metric
+    curve = forecast.curve_table(name)
+    if curve is None:
+        known = ", ".join(dict.fromkeys(row["metric"] for row in forecast.curve)) or "none"
+        raise ValueError(f"the forecast has no curve of {name} to update; its curves are: {known}")
+    rungs = len({round(math.log(row["flops"]), 3) for row in forecast.used})
+    return nowcast(curve, observed, level=forecast.level, degrees=float(max(rungs - HELD_AGAINST, 1)))
+
+
+def nowcast_history(
+    forecast: Forecast, observed: pd.DataFrame, *, metric: str | None = None, marks: Iterable[float] = MARKS
+) -> list[Nowcast]:
+    """The nowcasts there would have been at shares of the run, those that the run has passed; each knows its own part.
+
+    Raises:
+        ValueError: the forecast has no such curve.
+    """
+    progress = observed["progress"].to_numpy(dtype=float)
+    passed = [mark for mark in marks if mark <= progress.max(initial=0.0)]
+    made = []
+    for last in dict.fromkeys(float(progress[progress <= mark + MARK_SLACK].max()) for mark in passed):
+        seen: Any = observed[progress <= last]
+        with suppress(TooShort):
+            made.append(nowcast_forecast(forecast, seen, metric=metric))
+    return made
+
+
+def worth_in_compute(forecast: Forecast, loss: float) -> dict[str, float | None]:
+    """Compute at which the registered law has `loss` where it is forecast to have its point, over the hero's.
+
+    compute_factor = ((point - E) / (loss - E))^(1 / alpha): below 1 the run does as one of less compute would. Its low
+    and high are over the floors that the rungs allow; None where no law or no floor below the loss tells.
+    """
+    names = ("compute_factor", "compute_factor_low", "compute_factor_high")
+    gap = loss - forecast.point
+    if gap == 0.0:
+        return dict.fromkeys(names, 1.0)
+    cost = Pricing(forecast).cost(min(loss, forecast.point), abs(gap))
+    factor, low, high = (
+        None if cost.get(key) is None else 1.0 + cost[key] for key in ("cost", "cost_low", "cost_high")
+    )
+    if gap > 0:
+        factor, low, high = (each and 1.0 / each for each in (factor, high, low))
+    return dict(zip(names, (factor, low, high), strict=True))
 
 
 def nowcast(
@@ -71,7 +145,8 @@ def nowcast(
         observed: columns progress, loss of the hero, per-step or evaluations, the same metric.
         degrees: of freedom of the registered band (`forecast_curve`'s attrs have it).
     Raises:
-        ValueError: columns are missing, or no observed row lies where the registered curve does.
+        ValueError: columns are missing.
+        TooShort: no observed row lies where the registered curve does.
     """
     for name, table, needed in (("registered", registered, {"progress", "loss", "low", "high"}),
                                 ("observed", observed, {"progress", "loss"})):  # fmt: skip
@@ -81,11 +156,12 @@ def nowcast(
     log_progress = np.log(curve["progress"].to_numpy(dtype=float))
     log_loss = np.log(curve["loss"].to_numpy(dtype=float))
     error = _error_of(curve, log_progress, level=level, degrees=degrees)
-    rows: Any = observed[np.isfinite(observed["loss"]) & (observed["loss"] > 0)]
+    losses = observed["loss"].to_numpy(dtype=float)
+    rows: Any = observed[np.isfinite(losses) & (losses > 0)]
     rows = rows.sort_values("progress")
     rows = rows[(rows["progress"] >= curve["progress"].iloc[0] * (1 - 1e-9)) & (rows["progress"] <= 1.0 + 1e-6)]
     if not len(rows):
-        raise ValueError(f"observed rows end before the registered curve begins, at {curve['progress'].iloc[0]:.3g}")
+        raise TooShort(f"observed rows end before the registered curve begins, at {curve['progress'].iloc[0]:.3g}")
     at, miss, noise = _told(rows, log_progress, log_loss)
     now = float(rows["progress"].iloc[-1])
     ahead = np.unique(

@@ -72,7 +72,7 @@ def usable_points(
 
     Copies are rows of one config hash and seed, or without hashes rows whose compute, loss and seed are
     equal. Without a flops column, flops = 6 * parameters * tokens, parameters counted as `size` says, else active where
-    known. A correction in the table is added to the loss, its error stays beside it.
+    known. A correction in the table is added to the loss and is zero from then on; its error stays beside it.
 
     Raises:
         ValueError: no loss column, no compute, or columns whose units cannot be right.
@@ -168,6 +168,16 @@ def shared_counts(columns: Iterable[str], target: Mapping[str, Any]) -> tuple[st
     return next((found for pair in SIZE_COUNTS if (found := tuple(name for name in pair if name in known))), ())
 
 
+def stated_of_all(table: Any) -> tuple[str, ...]:
+    """The counts of parameters, one or two of one pair, that every run of the table states.
+
+    >>> stated_of_all(pd.DataFrame({"num_params": [1e9, 2e9], "num_params_without_embedding": [9e8, np.nan]}))
+    ('num_params',)
+    """
+    known = {name for name in _SIZES if name in table.columns and np.isfinite(_numbers(table[name])).all()}
+    return next((found for pair in SIZE_COUNTS if (found := tuple(name for name in pair if name in known))), ())
+
+
 def stated_counts(target: Mapping[str, Any]) -> set[str]:
     """The counts of parameters a target states."""
     return {name for name in _SIZES if not math.isnan(number := _number(target.get(name))) and number != 0}
@@ -210,8 +220,8 @@ def _row_refusal(row: Mapping[str, Any]) -> str | None:
 def _corrected(table: Any) -> pd.DataFrame:
     if "loss_correction" not in table.columns:
         return table
-    correction = _numbers(table["loss_correction"]).fillna(0.0)
-    return table.assign(loss=table["loss"] + correction)
+    correction = _numbers(table["loss_correction"])
+    return table.assign(loss=table["loss"] + correction.fillna(0.0), loss_correction=correction * 0.0)
 
 
 def _refuse_units(table: Any) -> None:

@@ -52,6 +52,7 @@ METRICS: Final = {
     "train/residual_rms_max": "largest root-mean-square of the residual stream over layers",
     "train/skipped": "1 where the trainer left a step's update out",
     "train/nonfinite": "gradient entries that are NaN or infinite",
+    "train/clipped_values": "values that MXFP8 could not hold, of rows sent between ranks and multiplied by experts",
     "train/counted_tokens": "target tokens whose loss counted; where 0, train/loss is NaN and nothing was updated",
     "eval/loss": "cross-entropy on the fixed held-out set, dropless, nats per token",
     "eval/bits_per_byte": "the same in bits per UTF-8 byte of text",
@@ -95,6 +96,8 @@ TAG_RESTORED_STEP: Final = "rungwise.restored_step"
 TAG_END_REASON: Final = "rungwise.end_reason"
 TAG_JOB: Final = "rungwise.job"
 """The scheduler's name of the job that trained the attempt."""
+TAG_LOG: Final = "rungwise.log"
+"""File that what the attempt printed went to, on the machine or file system it ran on."""
 TAG_MIRRORED_BYTES: Final = "rungwise.mirrored_bytes"
 """How far into the journal this MLflow run has been copied."""
 TAG_MIRRORED_TIME: Final = "rungwise.mirrored_time"

@@ -114,6 +114,13 @@ def buffer_rows(config: TransportConfig, *, num_tokens: int, width: int) -> Buff
 
 def row_bytes(config: TransportConfig, *, width: int, itemsize: int) -> int:
     """Bytes of one travelling row: `width` values of `itemsize`, or MXFP8's one byte a value and one a block."""
-    if config.payload == "compute":
-        return width * itemsize
+    return width * itemsize if config.payload == "compute" else mxfp8_bytes(width)
+
+
+def mxfp8_bytes(width: int) -> int:
+    """Bytes of a row in MXFP8: one a value, the last block filled up, and one a block.
+
+    >>> mxfp8_bytes(64), mxfp8_bytes(65)
+    (66, 99)
+    """
     return -(-width // MXFP8_BLOCK) * (MXFP8_BLOCK + 1)

@@ -17,6 +17,7 @@ from rungwise.comm.config import TransportConfig
 from rungwise.comm.drops import TransportResult, count_drops, read_assignments
 from rungwise.comm.permute import combine_rows, dispatch_rows
 from rungwise.comm.placement import Placement, block_rows, count_within, lookup, place, rank_within
+from rungwise.comm.waves import served
 
 _BLOCK = BLOCK
 
@@ -45,22 +46,23 @@ def dropless(
     assignments = read_assignments(expert_ids, valid, num_experts=config.num_experts)
     weights = jnp.where(assignments.valid, gates, 0)
     if axis is None or config.num_ranks == 1:
-        output = _compute(tokens, assignments.expert, weights, expert_fn, num_local=config.num_experts)
+        output, clipped = _compute(tokens, assignments.expert, weights, expert_fn, num_local=config.num_experts)
     else:
         gather = (collectives.all_gather(values, axis) for values in (tokens, assignments.expert, weights))
         all_tokens, expert, all_weights = gather
         own = expert - jax.lax.axis_index(axis) * config.experts_per_rank
-        share = _compute(all_tokens, own, all_weights, expert_fn, num_local=config.experts_per_rank)
+        share, clipped = _compute(all_tokens, own, all_weights, expert_fn, num_local=config.experts_per_rank)
         output = collectives.sum_scatter(share, axis)
     kept = assignments.valid
-    return TransportResult(output, count_drops(assignments, sent=kept, kept=kept, config=config), kept)
+    return TransportResult(output, count_drops(assignments, sent=kept, kept=kept, config=config, clipped=clipped), kept)
 
 
 def _compute(tokens, expert, weights, expert_fn, *, num_local):
-    """Outputs of experts 0..num_local−1 for all tokens; other experts contribute zero."""
+    """Outputs of experts 0..num_local−1 for all tokens, other experts contribute zero; and what those clipped."""
     placement, group_expert = _sort_into_blocks(expert, num_local)
     rows = dispatch_rows(tokens, placement).reshape(-1, _BLOCK, tokens.shape[1])
-    return combine_rows(expert_fn(rows, group_expert).reshape(-1, tokens.shape[1]), weights, placement)
+    outputs, clipped = served(expert_fn(rows, group_expert))
+    return combine_rows(outputs.reshape(-1, tokens.shape[1]), weights, placement), clipped
 
 
 def _sort_into_blocks(expert: Int[Array, " items"], num_local: int) -> tuple[Placement, Int[Array, " groups"]]:

@@ -20,7 +20,7 @@ class DropCounts(NamedTuple):
     spilled: Int[Array, ""]
     """Kept assignments computed by another of their token's experts."""
     clipped_values: Int[Array, ""]
-    """Values this rank sent that its payload's number format could not hold."""
+    """Values this rank sent or multiplied that the number format of its payload or of its experts could not hold."""
     sender_dropped: Int[Array, ""]
     """Assignments that found no slot before they were sent."""
     receiver_dropped: Int[Array, ""]
@@ -78,7 +78,7 @@ def count_drops(
 
     Args:
         turn: above 0 where an assignment was placed by a spill.
-        clipped: values clipped on this rank's way out.
+        clipped: values clipped on this rank's way out and by its experts.
     """
     _, valid, real = assignments
     load = count_within(assignments.expert, config.num_experts)

@@ -21,6 +21,7 @@ from rungwise.comm.drops import TransportResult, count_drops, read_assignments
 from rungwise.comm.payload import exchange
 from rungwise.comm.permute import combine_rows, dispatch_rows
 from rungwise.comm.placement import Placement, place
+from rungwise.comm.waves import each_wave, served
 
 
 def expert_cell(
@@ -32,6 +33,7 @@ def expert_cell(
     axis: str | None,
     config: TransportConfig,
     valid: Bool[Array, " tokens"] | None = None,
+    in_turn: bool = False,
 ) -> TransportResult:
     """Sends each token to its experts' cells and sums what comes back; the later assignments of a full cell drop.
 
@@ -43,6 +45,7 @@ def expert_cell(
             shape, by this rank's expert weights.
         axis: name of the rank axis; unused on one rank.
         valid: False marks padding, which takes no slot and counts nowhere.
+        in_turn: waves in a loop, as `comm/waves.py`.
     Raises:
         ValueError: `num_ranks` is not the axis size.
     """
@@ -66,9 +69,10 @@ def expert_cell(
     placement = _fill_cells(claims, slots, config)
     rows = dispatch_rows(tokens, placement)
     if axis is None or config.num_ranks == 1:
-        outputs, clipped = expert_fn(rows.reshape(config.num_experts, slots, -1)).reshape(rows.shape), 0
+        outputs, clipped = served(expert_fn(rows.reshape(config.num_experts, slots, -1)))
+        outputs = outputs.reshape(rows.shape)
     else:
-        outputs, clipped = _across_ranks(rows, expert_fn, axis=axis, slots=slots, config=config)
+        outputs, clipped = _across_ranks(rows, expert_fn, axis=axis, slots=slots, config=config, in_turn=in_turn)
     output = combine_rows(outputs, claimed_gates(gates, claims, spill=config.spill), placement)
     kept = claims.placed.reshape(gates.shape)
     turn = claims.turn.reshape(gates.shape)
@@ -90,17 +94,21 @@ def _fill_cells(claims: Claims, slots: int, config: TransportConfig) -> Placemen
     return place(jnp.where(claims.placed, cell * slots + claims.rank, num_rows), num_rows)
 
 
-def _across_ranks(rows, expert_fn, *, axis, slots, config):
+def _across_ranks(rows, expert_fn, *, axis, slots, config, in_turn):
     """Cells out, experts, cells back: rows of the same layout, and how many values were clipped on the way."""
     waves, ranks, width = config.num_waves, config.num_ranks, rows.shape[1]
     group = config.experts_per_rank // waves
-    returned, clipped = [], 0
-    for wave, cells in enumerate(rows.reshape(waves, ranks, group * slots, width)):
+    owners = jnp.arange(config.experts_per_rank, dtype=jnp.int32).reshape(waves, group)
+
+    def wave(inputs):
+        cells, own = inputs
         arrived, lost_out = exchange(cells, axis, config=config)
         by_expert = jnp.swapaxes(arrived.reshape(ranks, group, slots, width), 0, 1).reshape(group, -1, width)
-        own = () if waves == 1 else (jnp.arange(wave * group, (wave + 1) * group, dtype=jnp.int32),)
-        outputs = expert_fn(by_expert, *own).reshape(group, ranks, slots, width)
-        back, lost_back = exchange(jnp.swapaxes(outputs, 0, 1).reshape(cells.shape), axis, config=config)
-        returned.append(back)
-        clipped = clipped + lost_out + lost_back
+        outputs, lost_here = served(expert_fn(by_expert, *(() if waves == 1 else (own,))))
+        by_source = jnp.swapaxes(outputs.reshape(group, ranks, slots, width), 0, 1)
+        back, lost_back = exchange(by_source.reshape(cells.shape), axis, config=config)
+        return back, lost_out + lost_here + lost_back
+
+    cells = rows.reshape(waves, ranks, group * slots, width)
+    returned, clipped = each_wave(wave, (cells, owners), in_turn=in_turn)
     return jnp.concatenate(returned).reshape(-1, width), clipped

@@ -52,7 +52,13 @@ def dequantize(quantized: Quantized, *, width: int, dtype: Any) -> Float[Array, 
 
 def count_clipped(rows: Float[Array, "*rows width"], *, scale: str) -> Int[Array, ""]:
     """Values of `rows` that `quantize` clips."""
-    return jnp.sum(jnp.abs(_scale(lax.stop_gradient(rows), scale)[0]) > _LARGEST, dtype=jnp.int32)
+    return jnp.sum(clipped_by_row(rows, scale=scale), dtype=jnp.int32)
+
+
+def clipped_by_row(rows: Float[Array, "*rows width"], *, scale: str) -> Int[Array, "*rows"]:
+    """The same of each row."""
+    beyond = jnp.abs(_scale(lax.stop_gradient(rows), scale)[0]) > _LARGEST
+    return jnp.sum(beyond, axis=(-2, -1), dtype=jnp.int32)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

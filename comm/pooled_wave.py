@@ -26,6 +26,7 @@ from rungwise.comm.drops import TransportResult, count_drops, read_assignments
 from rungwise.comm.payload import exchange
 from rungwise.comm.permute import combine_rows, dispatch_rows
 from rungwise.comm.placement import Placement, lookup, place, rank_within
+from rungwise.comm.waves import each_wave, served
 
 
 def pooled_wave(
@@ -37,6 +38,7 @@ def pooled_wave(
     axis: str | None,
     config: TransportConfig,
     valid: Bool[Array, " tokens"] | None = None,
+    in_turn: bool = False,
 ) -> TransportResult:
     """Sends each token to the ranks of its experts and sums what comes back; full pools and full experts drop.
 
@@ -50,6 +52,7 @@ def pooled_wave(
         expert_fn: [local experts, rows, width] → same shape, by this rank's expert weights.
         axis: name of the rank axis; unused on one rank.
         valid: False marks padding, which takes no slot and counts nowhere.
+        in_turn: waves in a loop, as `comm/waves.py`.
     Raises:
         ValueError: `num_ranks` is not the axis size, or a rank owns more experts than the activation type
             can number.
@@ -65,7 +68,8 @@ def pooled_wave(
     if axis is None or config.num_ranks == 1:
         move = functools.partial(_on_one_rank, num_valid=num_valid)
     else:
-        move = functools.partial(_across_ranks, num_valid=collectives.total(num_valid, axis), axis=axis)
+        num_valid = collectives.total(num_valid, axis)
+        move = functools.partial(_across_ranks, num_valid=num_valid, axis=axis, in_turn=in_turn)
     rows, placement, kept, clipped = move(tokens, claims.expert, pool, expert_fn, room=room, config=config)
     kept = sent & kept.reshape(gates.shape)
     weights = claimed_gates(gates, claims, spill=config.spill)
@@ -142,10 +146,11 @@ def _on_one_rank(tokens, expert, pool, expert_fn, *, num_valid, room, config):
     row = _fill_experts(bins, num_valid, num_bins=num_bins, room=room, config=config)
     placement = place(row, num_bins * room.expert)
     rows = dispatch_rows(tokens, placement).reshape(num_experts, waves * room.expert, -1)
-    return expert_fn(rows).reshape(-1, tokens.shape[1]), placement, row < num_bins * room.expert, 0
+    outputs, clipped = served(expert_fn(rows))
+    return outputs.reshape(-1, tokens.shape[1]), placement, row < num_bins * room.expert, clipped
 
 
-def _across_ranks(tokens, expert, pool, expert_fn, *, num_valid, axis, room, config):
+def _across_ranks(tokens, expert, pool, expert_fn, *, num_valid, axis, room, config, in_turn):
     """Payloads out, experts, payloads back.
 
     Returns all waves' rows, where each item's row is, which came back, and how many values were clipped on the way.
@@ -158,13 +163,14 @@ def _across_ranks(tokens, expert, pool, expert_fn, *, num_valid, axis, room, con
         dispatch_rows(tokens, pool).reshape(*shape, -1), local_id.reshape(shape)[..., room.header :], room
     )
     move = functools.partial(exchange, axis=axis, config=config, header_rows=room.header)
-    returned, clipped = [], 0
-    for wave in range(config.num_waves):
-        arrived, lost_out = move(payloads[wave])
-        reply = _serve(arrived, expert_fn, num_valid=num_valid, room=room, config=config)
+
+    def wave(payload):
+        arrived, lost_out = move(payload)
+        reply, lost_here = _serve(arrived, expert_fn, num_valid=num_valid, room=room, config=config)
         back, lost_back = move(reply)
-        returned.append(back)
-        clipped = clipped + lost_out + lost_back
+        return back, lost_out + lost_here + lost_back
+
+    returned, clipped = each_wave(wave, payloads, in_turn=in_turn)
     rows = jnp.stack(returned)
     flags = jnp.pad(_read_header(rows, room), ((0, 0), (0, 0), (room.header, 0)))
     kept = lookup(flags.reshape(-1), pool.slot, missing=0) > 0
@@ -172,7 +178,8 @@ def _across_ranks(tokens, expert, pool, expert_fn, *, num_valid, axis, room, con
 
 
 def _serve(arrived, expert_fn, *, num_valid, room, config):
-    """One wave at the receiver: arrived payload → payload to send back, its header 1 where the slot was kept."""
+    """One wave at the receiver: arrived payload → payload to send back, its header 1 where the slot was kept; and how
+    many values experts clipped."""
     ranks, _, width = arrived.shape
     num_local = config.experts_per_rank
     local = _read_header(arrived, room) - 1  # [source, slot]; -1 for an empty slot
@@ -181,9 +188,9 @@ def _serve(arrived, expert_fn, *, num_valid, room, config):
     nowhere = num_local * room.expert
     placement = place(jnp.pad(row, ((0, 0), (room.header, 0)), constant_values=nowhere).reshape(-1), nowhere)
     rows = dispatch_rows(arrived.reshape(-1, width), placement)
-    outputs = expert_fn(rows.reshape(num_local, room.expert, width)).reshape(-1, width)
-    reply = dispatch_rows(outputs, placement.inverse()).reshape(arrived.shape)
-    return _with_header(reply, row < nowhere, room)
+    outputs, clipped = served(expert_fn(rows.reshape(num_local, room.expert, width)))
+    reply = dispatch_rows(outputs.reshape(-1, width), placement.inverse()).reshape(arrived.shape)
+    return _with_header(reply, row < nowhere, room), clipped
 
 
 def _with_header(payload: Float[Array, "*lead rows width"], values: Array, room: PoolRoom) -> Array:

@@ -27,6 +27,7 @@ from rungwise.comm.drops import TransportResult, count_drops, read_assignments
 from rungwise.comm.payload import ragged_exchange
 from rungwise.comm.permute import combine_rows, dispatch_rows
 from rungwise.comm.placement import block_rows, count_within, lookup, place, rank_within
+from rungwise.comm.waves import served
 
 
 class _Plan(NamedTuple):
@@ -77,9 +78,9 @@ def ragged(
     first, num_rows = (plan.region, room.block * room.num_blocks) if alone else (plan.sorted_row, order.shape[0])
     row = lookup(first[rank], assignments.expert, missing=0) + order
     placement = place(jnp.where(kept, row, num_rows), num_rows)
-    rows, clipped = dispatch_rows(tokens, placement), 0
+    rows = dispatch_rows(tokens, placement)
     if alone:
-        outputs = _run_experts(rows, expert_fn, plan.block_expert[0], room)
+        outputs, clipped = _run_experts(rows, expert_fn, plan.block_expert[0], room)
     else:
         outputs, clipped = _across_ranks(rows, expert_fn, plan, axis=axis, room=room, config=config)
     kept = kept.reshape(gates.shape)
@@ -117,7 +118,8 @@ def _before(counts: Int[Array, "*lead entries"]) -> Int[Array, "*lead entries"]:
 
 
 def _run_experts(rows, expert_fn, block_expert, room):
-    return expert_fn(rows.reshape(room.num_blocks, room.block, -1), block_expert).reshape(rows.shape)
+    outputs, clipped = served(expert_fn(rows.reshape(room.num_blocks, room.block, -1), block_expert))
+    return outputs.reshape(rows.shape), clipped
 
 
 def _across_ranks(rows, expert_fn, plan, *, axis, room, config):
@@ -131,6 +133,6 @@ def _across_ranks(rows, expert_fn, plan, *, axis, room, config):
     out = RaggedTables(plan.sorted_row[rank], plan.accepted[rank], plan.region[rank], served(plan.accepted))
     back = RaggedTables(served(plan.region), served(plan.accepted), served(plan.sorted_row), plan.accepted[rank])
     arrived, lost_out = ragged_exchange(rows, room.block * room.num_blocks, out, axis, config=config)
-    outputs = _run_experts(arrived, expert_fn, jnp.take(plan.block_expert, rank, axis=0), room)
+    outputs, lost_here = _run_experts(arrived, expert_fn, jnp.take(plan.block_expert, rank, axis=0), room)
     returned, lost_back = ragged_exchange(outputs, rows.shape[0], back, axis, config=config)
-    return returned, lost_out + lost_back
+    return returned, lost_out + lost_here + lost_back

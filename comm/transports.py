@@ -20,6 +20,10 @@ TABLE: Mapping[str, Callable[..., TransportResult]] = MappingProxyType(
 )
 
 
+IN_WAVES = ("expert_cell", "pooled_wave")
+"""Transports that send in waves."""
+
+
 def route(
     tokens: Float[Array, "tokens width"],
     expert_ids: Int[Array, "tokens top_k"],
@@ -29,6 +33,7 @@ def route(
     axis: str | None,
     config: TransportConfig,
     valid: Bool[Array, " tokens"] | None = None,
+    in_turn: bool = False,
 ) -> TransportResult:
     """Outputs of the chosen experts, weighted by gates and summed per token, through the transport `config` names.
 
@@ -38,9 +43,12 @@ def route(
     Args:
         expert_fn: `(rows, group_expert=None)`; without `group_expert` rows are [local experts, rows,
             width], with it
-            [groups, rows, width] and group g is computed by local expert `group_expert[g]`.
+            [groups, rows, width] and group g is computed by local expert `group_expert[g]`. Gives outputs, or outputs
+            and how many values it clipped, which the counts then include.
         axis: name of the rank axis; None only on one rank.
         valid: False marks padding tokens.
+        in_turn: waves one after the other, where there are several; else as the compiler likes.
     """
     transport = TABLE[config.name]
-    return transport(tokens, expert_ids, gates, expert_fn, axis=axis, config=config, valid=valid)
+    waves = {"in_turn": in_turn} if config.num_waves > 1 and config.name in IN_WAVES else {}
+    return transport(tokens, expert_ids, gates, expert_fn, axis=axis, config=config, valid=valid, **waves)

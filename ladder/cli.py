@@ -141,7 +141,7 @@ def run(
     if engineering or steps is not None:
         course.qualify_run(family, steps, engineering, runs=runs, home=folder, tracking=tracking, as_json=as_json)
         return
-    start = course.starter(family, cooldowns, keep_at, home=folder, runs=runs, hero=hero, jobs=jobs)
+    start = course.starter(family, cooldowns, keep_at, home=folder, runs=runs, hero=hero)
     start(
         family,
         home=folder,
@@ -165,7 +165,15 @@ def run(
 
 
 @app.command(name="status")
-def show_status(family: Family, *, home: Home = None, as_json: Json = False) -> None:
+def show_status(
+    family: Family,
+    *,
+    home: Home = None,
+    tracking: Annotated[
+        str | None, typer.Option(help="MLflow address to ask about runs that are not here.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show what is done, running, stale, failed; last loss, speed, time left.
 
     Example: `ladder status tiny`
@@ -174,7 +182,7 @@ def show_status(family: Family, *, home: Home = None, as_json: Json = False) -> 
     from rungwise.ladder.home import resolve_home
     from rungwise.ladder.launching import status
 
-    result = status.family_status(family, home=resolve_home(home))
+    result = status.family_status(family, home=resolve_home(home), tracking=tracking)
     if as_json:
         console.print_json(result)
     else:
@@ -219,12 +227,20 @@ def forecast(
     backtest: Annotated[
         bool, typer.Option("--backtest", help="Also forecast the upper rungs from those below, and score it.")
     ] = False,
-    level: Annotated[float, typer.Option(help="Coverage the interval aims at.")] = 0.9,
+    nowcast: Annotated[
+        bool,
+        typer.Option("--nowcast", help="Show the registered forecast updated by the hero's own part; changes nothing."),
+    ] = False,
+    level: Annotated[
+        float | None, typer.Option(help="Coverage the interval aims at; else 0.9.", show_default=False)
+    ] = None,
     home: Home = None,
     tracking: Tracking = None,
     as_json: Json = False,
 ) -> None:
     """Forecast the hero's final loss and whole curve from the finished rungs, with intervals.
+
+    Once the hero trains, `--nowcast` says what its own part makes of that.
 
     Example: `ladder forecast tiny --register`
     """
@@ -232,6 +248,18 @@ def forecast(
     from rungwise.ladder.home import resolve_home
 
     folder = resolve_home(home)
+    if nowcast:
+        if register or backtest or level is not None:
+            raise ValueError("--nowcast updates what is registered; leave --register, --backtest and --level away")
+        from rungwise.ladder.nowcast import nowcast_record
+
+        updated = nowcast_record(predict.load_family_runs(family, home=folder, tracking=tracking))
+        if as_json:
+            console.print_json(updated)
+        else:
+            console.print_result(tables.nowcast_table(updated))
+        return
+    level = 0.9 if level is None else level
     runs = predict.load_family_runs(family, home=folder, tracking=tracking)
     made = predict.forecast_runs(runs, level=level)
     if register:

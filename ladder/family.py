@@ -70,6 +70,16 @@ class ExecutionConfig(Record):
         description="what the backward pass computes again instead of keeping; blocks_offload: all but what crossed a"
         " rank, with each layer's input kept in the host's memory",
     )
+    rematerialize_experts: bool = Field(
+        default=False,
+        exclude_if=lambda again: not again,
+        description="beside it: experts from the rows that reached them, one wave at a time",
+    )
+    expert_matmul: Literal["compute", "mxfp8"] = Field(
+        default="compute",
+        exclude_if=lambda matmul: matmul == "compute",
+        description="type of the experts' products; mxfp8: blocks of 32 values of eight bits with a common scale",
+    )
     microbatches: int = Field(default=1, ge=1, description="parts of a batch whose gradients are added, in float32")
 
 

@@ -150,7 +150,68 @@ def backtest_text(result: Mapping[str, Any]) -> str:
     summary, rows = result["summary"], [row for row in result["rows"] if row["inside"] is not None]
     held = sum(bool(row["inside"]) for row in rows)
     mean = "" if summary is None else f"; mean absolute error {summary['mean_abs_percent']:.2f}%"
-    return f"{held} of {len(rows)} held-out runs inside their intervals{mean}"
+    counts = summary["counts"] if summary and len(summary["counts"]) > 1 else []
+    alone = ", ".join(f"{item['mean_abs_percent']:.2f}% by {item['count']}" for item in counts)
+    return f"{held} of {len(rows)} held-out runs inside their intervals{mean}{f' ({alone} alone)' if alone else ''}"
+
+
+def nowcast_text(nowcast: Mapping[str, Any]) -> str:
+    """One line: what the run so far makes of the final loss, beside what is registered."""
+    text = (
+        f"{nowcast['run']} at {nowcast['progress']:.0%}: final {nowcast['metric']} {nowcast['updated']['point']:.4f}"
+        f" [{interval_text(nowcast['updated'])}], registered {nowcast['registered']['point']:.4f}"
+        f" [{interval_text(nowcast['registered'])}]"
+    )
+    factor = nowcast["compute_factor"]
+    return text if factor is None else f"{text}; the law's loss at {factor:.3g} × its compute"
+
+
+def nowcast_table(nowcast: Mapping[str, Any]) -> RenderableType:
+    """Registered and updated forecast side by side, then how the update moved along the run, to the outcome."""
+    at = f"step {nowcast['step']:,} of {nowcast['steps']:,} ({nowcast['progress']:.0%})"
+    title = f"nowcast of final {nowcast['metric']}: {nowcast['run']} at {at}"
+    caption = f"the registered forecast {nowcast['forecast'][:12]} stays as it is"
+    table = build_table(title, "", "registered", "updated", caption=caption)
+    before, after = nowcast["registered"], nowcast["updated"]
+    table.add_row("final loss, nats per token", f"{before['point']:.4f}", f"{after['point']:.4f}")
+    table.add_row(f"{nowcast['level']:.0%} interval", interval_text(before), interval_text(after))
+    table.add_row("width", "1", f"{nowcast['width_ratio']:.2f}")
+    table.add_row("change", "", f"{nowcast['change']:+.4f} nats")
+    if nowcast["compute_factor"] is not None:
+        table.add_row("the law's loss at × compute", "1", worth_text(nowcast))
+    table.add_row("surprise (1 is as expected)", "", f"{nowcast['surprise']:.2f}")
+    return Group(table, nowcast_history_table(nowcast)) if nowcast["history"] or nowcast["outcome"] else table
+
+
+def nowcast_history_table(nowcast: Mapping[str, Any]) -> Table:
+    """What was known at shares of the run, and what came."""
+    table = build_table("how it moved", "seen of the run", "forecast", "interval", "width", "surprise")
+    for row in nowcast_rows(nowcast):
+        table.add_row(*row)
+    return table
+
+
+def nowcast_rows(nowcast: Mapping[str, Any]) -> list[list[str]]:
+    """Words of the history: registered, each mark, outcome."""
+    registered, outcome = nowcast["registered"], nowcast["outcome"]
+    rows = [["none: registered", f"{registered['point']:.4f}", interval_text(registered), "1", ""]]
+    for mark in nowcast["history"]:
+        numbers = [f"{mark['width_ratio']:.2f}", f"{mark['surprise']:.2f}"]
+        rows.append([f"{mark['progress']:.0%}", f"{mark['point']:.4f}", interval_text(mark), *numbers])
+    if outcome is not None:
+        rows.append(["all: outcome", f"{outcome['measured']:.4f}", "", "", ""])
+    return rows
+
+
+def worth_text(nowcast: Mapping[str, Any]) -> str:
+    """The change as a factor of compute under the registered law, with its range over the floors.
+
+    >>> worth_text({"compute_factor": 0.9312, "compute_factor_low": 0.9, "compute_factor_high": 0.95})
+    '0.931 (0.9 … 0.95)'
+    """
+    low, high = nowcast["compute_factor_low"], nowcast["compute_factor_high"]
+    spread = "" if low is None or high is None else f" ({low:.3g} … {high:.3g})"
+    return f"{nowcast['compute_factor']:.3g}{spread}"
 
 
 def law_text(law: Mapping[str, Any]) -> str:
@@ -209,6 +270,8 @@ def verdict_table(verdict: Mapping[str, Any]) -> RenderableType:
             )
         parts.append(table)
     parts += [f"[dim]{escape(remark)}[/]" for remark in verdict["remarks"]]
+    if (nowcast := verdict.get("nowcast")) is not None:
+        parts.append(f"[dim]nowcast, {escape(nowcast_text(nowcast))}[/]")
     return Group(*parts)
 
 

@@ -71,15 +71,38 @@ def _gated_forward(hidden: jax.Array, down: jax.Array) -> tuple[jax.Array, Resid
 
 def _gated_backward(residuals: Residuals, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     hidden, down = residuals
+    up, sigmoid, active = _activated(hidden)
+    grad_product = cotangent @ _transposed(down)
+    return _grad_hidden(grad_product, up, sigmoid, active), _transposed(active * up) @ cotangent
+
+
+def _activated(hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """up, σ(gate) and silu(gate)."""
     gate, up = jnp.split(hidden, 2, axis=-1)
     sigmoid = jax.nn.sigmoid(gate)
-    active = gate * sigmoid
-    grad_product = cotangent @ _transposed(down)
+    return up, sigmoid, gate * sigmoid
+
+
+def _grad_hidden(grad_product: jax.Array, up: jax.Array, sigmoid: jax.Array, active: jax.Array) -> jax.Array:
+    """Gradient of gate and up, side by side, from that of silu(gate) ⊙ up."""
     grad_gate = grad_product * up * (sigmoid + active * (1.0 - sigmoid))
-    return jnp.concatenate([grad_gate, grad_product * active], axis=-1), _transposed(active * up) @ cotangent
+    return jnp.concatenate([grad_gate, grad_product * active], axis=-1)
 
 
 gated.defvjp(_gated_forward, _gated_backward)
+
+
+@jax.custom_vjp
+def activation(hidden: Float[Array, "*experts tokens 2*inner"]) -> Float[Array, "*experts tokens inner"]:
+    """silu(gate) ⊙ up, of which the backward pass keeps `hidden` alone."""
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+activation.defvjp(
+    lambda hidden: (activation(hidden), hidden),
+    lambda hidden, cotangent: (_grad_hidden(cotangent, *_activated(hidden)),),
+)
 
 
 def side_by_side(gate_up: Float[Array, "*experts width 2 inner"]) -> Float[Array, "*experts width 2*inner"]:

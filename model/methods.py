@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from rungwise.comm.config import TransportConfig
 from rungwise.comm.grouped import grouped_matmul
 from rungwise.comm.mesh import EXPERT, Axes
+from rungwise.comm.mxfp8 import clipped_by_row
+from rungwise.comm.mxfp8_product import SCALE, mxfp8_matmul
 from rungwise.comm.ranks import Ranks, over_ranks
 from rungwise.comm.transports import route
-from rungwise.model.linear import swiglu
+from rungwise.model.linear import activation, side_by_side, swiglu
 from rungwise.model.moe import MoeMethod, RoutedOutput
 
 AXIS = "rank"
@@ -44,24 +46,63 @@ def run_experts(weights: dict[str, jax.Array], rows: jax.Array, group_expert: ja
     return grouped_matmul(jax.nn.silu(gate) * up, weights["down"], group_expert)
 
 
-@jax.custom_batching.custom_vmap
-def _run_experts_of_ranks(weights: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
-    """`run_experts` that, mapped over data replicas, lays their rows end to end: weights are read and their gradient
+def run_experts_mxfp8(
+    weights: dict[str, jax.Array], rows: jax.Array, group_expert: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`run_experts` in MXFP8 products, and how many values of each row and of its inner values were clipped.
+
+    Equal groups may have several leading dimensions, as many as the weights.
+    """
+    lead, width = rows.shape[:-2], rows.shape[-1]
+    rows = rows.reshape(-1, rows.shape[-2], width)
+    gate_up, down = side_by_side(weights["gate_up"]), weights["down"]
+    if group_expert is None:
+        gate_up, down = (leaf.reshape(-1, *leaf.shape[-2:]) for leaf in (gate_up, down))
+    inner = activation(mxfp8_matmul(rows, gate_up, group_expert))
+    outputs = mxfp8_matmul(inner, down, group_expert)
+    clipped = clipped_by_row(rows, scale=SCALE) + clipped_by_row(inner, scale=SCALE)
+    return outputs.reshape(*lead, -1, width), clipped.reshape(*lead, -1)
+
+
+def _of_ranks(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` that, mapped over data replicas, lays their rows end to end: weights are read and their gradient
     is summed once, in one matrix product, instead of once a replica."""
-    return run_experts(weights, rows)
+
+    @jax.custom_batching.custom_vmap
+    def of_ranks(weights: dict[str, jax.Array], rows: jax.Array) -> Any:
+        return run(weights, rows)
+
+    @of_ranks.def_vmap
+    def _(size: int, mapped: list[Any], weights: dict[str, jax.Array], rows: jax.Array) -> tuple[Any, Any]:
+        if all(jax.tree.leaves(mapped)):  # over ranks, each with experts of its own
+            results = of_ranks(weights, rows)
+        else:
+            together = jnp.moveaxis(rows, 0, -3)
+            *lead, _, num_rows, width = together.shape
+            merged = run(weights, together.reshape(*lead, size * num_rows, width))
+
+            def apart(leaf: jax.Array) -> jax.Array:  # [*lead, size × rows, …] → [size, *lead, rows, …]
+                own = leaf.reshape(*lead, size, num_rows, *leaf.shape[len(lead) + 1 :])
+                return jnp.moveaxis(own, len(lead), 0)
+
+            results = jax.tree.map(apart, merged)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return of_ranks
 
 
-@_run_experts_of_ranks.def_vmap
-def _(size: int, mapped: list[Any], weights: dict[str, jax.Array], rows: jax.Array) -> tuple[jax.Array, bool]:
-    if all(jax.tree.leaves(mapped)):  # over ranks, each with experts of its own
-        return _run_experts_of_ranks(weights, rows), True
-    together = jnp.moveaxis(rows, 0, -3)
-    merged = together.reshape(*together.shape[:-3], -1, together.shape[-1])
-    return jnp.moveaxis(run_experts(weights, merged).reshape(together.shape), -3, 0), True
+_equal_groups = {"compute": _of_ranks(run_experts), "mxfp8": _of_ranks(run_experts_mxfp8)}
+_named_groups = {"compute": run_experts, "mxfp8": run_experts_mxfp8}
 
 
 def build_method(
-    transport: TransportConfig, *, data_replicas: int = 1, axes: Axes = (), expert_devices: int = 1
+    transport: TransportConfig,
+    *,
+    data_replicas: int = 1,
+    axes: Axes = (),
+    expert_devices: int = 1,
+    rematerialize_experts: bool = False,
+    expert_matmul: str = "compute",
 ) -> MoeMethod:
     """Routed experts over `data_replicas` groups of `transport.num_ranks` ranks.
 
@@ -71,18 +112,26 @@ def build_method(
         data_replicas: of this device.
         axes: of the mesh over which the batch is dealt out; none on one device.
         expert_devices: devices that share the ranks of a replica.
+        rematerialize_experts: the backward pass computes an expert's inner values again from the rows that reached it,
+            which it keeps. Nothing inside crosses a rank. Waves go in turn, so that one's are there at a time.
+        expert_matmul: type of the experts' products: `compute`, that of the rows, or `mxfp8`.
     """
     num_ranks = _ranks_here(transport, expert_devices)
     axis, over_own = _over_own_ranks(num_ranks, expert_devices)
     loop = transport.name == "ragged" and axis == EXPERT  # the native exchange knows no vmap
 
     def one_rank(weights: dict[str, jax.Array], tokens: jax.Array, experts: jax.Array, gates: jax.Array) -> Any:
-        def expert_fn(rows: jax.Array, group_expert: jax.Array | None = None) -> jax.Array:
+        def products(rows: jax.Array, group_expert: jax.Array | None = None) -> Any:
             if group_expert is None:
-                return _run_experts_of_ranks(weights, rows)
-            return run_experts(weights, rows, group_expert)
+                return _equal_groups[expert_matmul](weights, rows)
+            return _named_groups[expert_matmul](weights, rows, group_expert)
 
-        return route(tokens, experts, gates, expert_fn, axis=axis, config=transport)
+        def expert_fn(rows: jax.Array, group_expert: jax.Array | None = None) -> Any:
+            given = (jax.checkpoint(products) if rematerialize_experts else products)(rows, group_expert)
+            return given if expert_matmul == "compute" else (given[0], jnp.sum(given[1], dtype=jnp.int32))
+
+        in_turn = rematerialize_experts
+        return route(tokens, experts, gates, expert_fn, axis=axis, config=transport, in_turn=in_turn)
 
     def run(latent: jax.Array, experts: jax.Array, gates: jax.Array, weights: dict[str, Any]) -> RoutedOutput:
         batch, seq_len, width = latent.shape
@@ -96,6 +145,7 @@ def build_method(
         every_replica = _in_turn(over_own(one_rank)) if loop else jax.vmap(over_own(one_rank), in_axes=(None, 0, 0, 0))
         result = every_replica(owned, *parts)
         counts = result.counts
+        clips = expert_matmul == "mxfp8" or transport.payload == "mxfp8"
         return RoutedOutput(
             output=result.output.reshape(batch, seq_len, width),
             valid=jnp.sum(counts.valid),
@@ -104,6 +154,8 @@ def build_method(
             tokens_lost_all_routes=jnp.sum(counts.tokens_lost_all_routes),
             expert_load=jnp.sum(counts.expert_load, axis=(0, 1)),
             rank_load=jnp.sum(counts.rank_load, axis=1),
+            # in float32: a whole batch's are more than an int32 can count
+            clipped_values=jnp.sum(counts.clipped_values.astype(jnp.float32)) if clips else None,
         )
 
     return MoeMethod(run=run, data_replicas=data_replicas, num_ranks=num_ranks, axes=axes)

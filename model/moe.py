@@ -35,6 +35,8 @@ class RoutedOutput(NamedTuple):
     """Assignments addressed to each expert, dropped ones included."""
     rank_load: Int[Array, "replicas ranks"]
     """Assignments of this part of the batch addressed to each rank of each of its data replicas."""
+    clipped_values: Float[Array, ""] | None = None
+    """Values that MXFP8 could not hold, sent or multiplied; None where neither is in MXFP8."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,8 @@ class LayerSums(NamedTuple):
     """Squared log-sum-exp of router logits, added over tokens."""
     residual_square: Float[Array, "*layers"]
     """Mean square of the residual stream, added over tokens."""
+    clipped_values: Float[Array, "*layers"] | None = None
+    """Values of rows that MXFP8 could not hold; None where no row is in MXFP8."""
 
 
 class LayerStats(NamedTuple):

@@ -7,10 +7,9 @@ one, the step is the finding.
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Final
 
-from rungwise.analysis.alerts import Detector, Row, Signal
+from rungwise.analysis.alerts import Detector, EveryRow, Row, Signal
 from rungwise.analysis.detection.detectors import Basis
 from rungwise.analysis.detection.norm_detectors import SETTLED
 from rungwise.analysis.detection.rolling import Jump, Steps
@@ -35,7 +34,7 @@ KEPT: Final = 16
 """Rows of every metric kept to judge what a change does to it."""
 
 
-class UndeclaredChange:
+class UndeclaredChange(EveryRow):
     """A lasting step of a setting's metrics between two rows, with no change declared there.
 
     log(value + floor) by `Steps`: a move of the seven-row median within seven rows, `SCORE` times the usual move and at
@@ -61,9 +60,10 @@ class UndeclaredChange:
     def observe(self, row: Row) -> Signal | None:
         if row.progress is not None and row.progress < SETTLED:
             return None
-        lasted = [name for name in STEADY if self._has_lasted(name, row)]
+        seen = [] if STEADY.keys().isdisjoint(row.values) else [name for name in STEADY if name in row.values]
+        lasted = [name for name in seen if self._has_lasted(name, row)]
         if not lasted:
-            return None if self._said is None else replace(self._said, level=0.0)
+            return None if self._said is None else self._said._replace(level=0.0)
         for name in lasted:
             self.stepped[name] = self._pending.pop(name)[0]
         self._said = self._signal()
@@ -71,9 +71,7 @@ class UndeclaredChange:
 
     def _has_lasted(self, name: str, row: Row) -> bool:
         """Whether this row ends the wait for a step of the metric that is still there."""
-        value = row.values.get(name)
-        if value is None:
-            return False
+        value = row.values[name]
         _, least, wait = STEADY[name]
         floor = self._floor(name, value)
         if not 0.0 < value + floor < math.inf:
@@ -125,19 +123,20 @@ class UndeclaredChange:
                 self._pending.pop(name, None)
                 self._quiet[name] = max(change.step, step) + change.grace
 
-    def rebaseline(self, step: int) -> None: ...
-
-    def rewind(self, step: int) -> None:
+    def rebaseline(self, step: int) -> None:
         self._pending.clear()
         for steps in self._steps.values():
             steps.settle()
+
+    def rewind(self, step: int) -> None:
+        self.rebaseline(step)
 
     def resolved(self) -> None:
         self.stepped.clear()
         self._said = None
 
 
-class EffectCheck:
+class EffectCheck(EveryRow):
     """Holds what a declared change did against what it was said to do.
 
     For each effect declared of a metric: median of up to `KEPT` rows before against the first `KEPT` rows after the
@@ -173,7 +172,7 @@ class EffectCheck:
         if "eval/loss" in row.values:
             self._evaluated |= {name: value for name, value in row.values.items() if name.startswith("eval")}
         if told is None and self._said is not None:
-            return replace(self._said, level=0.0)
+            return self._said._replace(level=0.0)
         self._said = told
         return told
 

@@ -15,7 +15,9 @@ class EvalDrift:
 
     The best must lie below by `NOISE` times the usual move from one evaluation to the next, and be `SINCE` evaluations
     old or exceeded so twice running: one evaluation alone is no drift. Where subsets are logged, the one that rose most
-    is left out of both means. Memory: the best row, and `MOVES` moves.
+    is left out of both means. After a declared change that moves it, the loss is followed up until it has lain under
+    its highest twice running, for `SETTLE` evaluations at most; from there on it is judged again.
+    Memory: the best row, and `MOVES` moves.
     """
 
     rule, metric, family, calm_rows = "eval_drift", "eval/loss", "run_change", 1
@@ -23,6 +25,7 @@ class EvalDrift:
     NOISE: Final = 3.5
     MOVES: Final = 16
     SINCE: Final = 4
+    SETTLE: Final = 16
 
     def __init__(self) -> None:
         self._best: tuple[float, int, dict[str, float]] | None = None
@@ -30,6 +33,9 @@ class EvalDrift:
         self._last: float | None = None
         self._age = self._over = 0
         """Evaluations since the best, and over the limit running."""
+        self._highest = -math.inf
+        self._settling = self._under = 0
+        """Evaluations for which the loss is still followed, and under its highest running."""
 
     def observe(self, row: Row) -> Signal | None:
         loss = row.values.get(self.metric)
@@ -37,7 +43,7 @@ class EvalDrift:
             return None
         parts = _subsets(row)
         self._age += 1
-        if self._best is None or loss < self._best[0]:
+        if self._is_settling(loss) or self._best is None or loss < self._best[0]:
             self._best, self._age = (loss, row.step, parts), 0
         rise, carrier = self._rise(loss, parts)
         best, step, _ = self._best
@@ -67,9 +73,18 @@ class EvalDrift:
             rise = min(rise, sum(parts[name] for name in others) / sum(best_parts[name] for name in others) - 1.0)
         return rise, carrier
 
+    def _is_settling(self, loss: float) -> bool:
+        """Whether a declared change still moves the loss, so that its best is where it is now."""
+        if self._settling:
+            self._under = self._under + 1 if loss < self._highest else 0
+            self._highest = max(self._highest, loss)
+            self._settling = 0 if self._under == 2 else self._settling - 1
+        return self._settling > 0
+
     def rebaseline(self, step: int) -> None:
         self._best = self._last = None
         self._moves.clear()
+        self._settling, self._under, self._highest = self.SETTLE, 0, -math.inf
 
     def rewind(self, step: int) -> None:
         if self._best is not None and self._best[1] >= step:

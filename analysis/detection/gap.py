@@ -4,12 +4,12 @@ import math
 from collections import deque
 from typing import Final
 
-from rungwise.analysis.alerts import Row, Signal
+from rungwise.analysis.alerts import EveryRow, Row, Signal
 from rungwise.analysis.detection.baseline import Window
 from rungwise.analysis.detection.sequential import Charts
 
 
-class EvalGap:
+class EvalGap(EveryRow):
     """Evaluation loss less the mean training loss since the evaluation before, against its own recent level.
 
     Information only: it says which of the two to distrust. Memory: `WINDOW` evaluations.

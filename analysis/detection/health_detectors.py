@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
-from rungwise.analysis.alerts import Detector, Row, Signal
+from rungwise.analysis.alerts import Detector, EveryRow, Row, Signal
 from rungwise.analysis.detection.rolling import Level
 from rungwise.analysis.events import Change
 
@@ -23,7 +23,7 @@ SKEW_S: Final = 120.0
 _CALM: Final = {"level": 0.0, "observed": 0.0, "expected": None, "explanation": ""}
 
 
-class Silence:
+class Silence(EveryRow):
     """No sign of life for too long, or life without a step.
 
     Silent: nothing was written for `limit_s`, or ten times the run's usual time between rows where that is longer.
@@ -105,7 +105,7 @@ class Silence:
     def resolved(self) -> None: ...
 
 
-class Missing:
+class Missing(EveryRow):
     """A metric that came regularly and no longer does, while others go on.
 
     Opens when it has been absent for `STEPS` steps or three times its own longest gap, whichever is more. A change of
@@ -174,58 +174,70 @@ class Missing:
         self._lost = []
 
 
-class Throughput:
-    """Tokens a second well under what they were, for so long that it is no hiccup.
+class Throughput(EveryRow):
+    """Tokens a second so far under what they were that it has cost time, and more than the run's own ups and downs do.
 
-    Median of the last 20 rows under `SHARE` of the level before them, for `HOLD_S` seconds (`HOLD_ROWS` rows where
-    records carry no time). The rate is the trainer's own, else tokens over time between rows.
-    Memory: 20 rows, and 512 rows of level before them.
+    Slow: median of the last 20 rows under `SHARE` of the level before them, and by `SIGMA` of its spreads. Opens when a
+    slow spell has lost `LOST_S` seconds of work (`LOST_ROWS` rows where records carry no time): 15 % for 22 minutes, a
+    half for 7; and twice what any spell before it lost and was over. The rate is the trainer's own, else tokens over
+    time between rows.
+    Memory: 20 rows, 512 rows of level before them, and the worst spell so far.
     """
 
     rule, metric, family, calm_rows = "throughput", "perf/tokens_per_second", "run_change", 20
     SHARE: Final = 0.85
-    HOLD_S: Final = 300.0
-    HOLD_ROWS: Final = 60
+    SIGMA: Final = 2.0
+    LOST_S: Final = 200.0
+    LOST_ROWS: Final = 10.0
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=20)
         self._level = Level(512, prior=0.1)
         self._last: tuple[float, float] | None = None
-        self._slow: tuple[int, float | None, int] | None = None
+        self._before: Row | None = None
+        self._since: int | None = None
+        """Step at which the present slow spell began."""
+        self._lost = self._worst = 0.0
+        """Seconds or rows of work lost by the present spell, and by the worst that is over."""
         self._firing = False
 
     def observe(self, row: Row) -> Signal | None:
+        passed = self._passed(row)
         rate = self._rate(row)
         if rate is None:
             return None
-        if len(self._recent) == self._recent.maxlen and self._slow is None:
+        if len(self._recent) == self._recent.maxlen and self._since is None:
             self._level.add(row.step, self._recent[0])
         self._recent.append(math.log(max(rate, 1e-9)))
         if self._level.count < 40:
             return None
-        now = math.exp(sorted(self._recent)[len(self._recent) // 2])
-        usual = math.exp(self._level.centre)
-        if now >= self.SHARE * usual:
-            self._slow = None
-        elif self._slow is None:
-            self._slow = (row.step, row.time, 0)
-        if self._slow is not None:
-            self._slow = (*self._slow[:2], self._slow[2] + 1)
-        fires = self._slow is not None and self._held(row)
+        log = sorted(self._recent)[len(self._recent) // 2]
+        now, usual = math.exp(log), math.exp(self._level.centre)
+        if self._level.centre - log <= max(-math.log(self.SHARE), self.SIGMA * self._level.spread):
+            self._worst, self._lost, self._since = max(self._worst, self._lost), 0.0, None
+        else:
+            self._since = row.step if self._since is None else self._since
+            self._lost += (1.0 - now / usual) * passed
+        limit = self.LOST_ROWS if row.time is None else self.LOST_S
+        fires = self._since is not None and self._lost >= max(limit, 2.0 * self._worst)
         if not fires and not self._firing:
             return None
         self._firing = True
-        since = self._slow[0] if self._slow else row.step
+        since = row.step if self._since is None else self._since
         return Signal(
             level=(1.0 - now / usual) / (1.0 - self.SHARE) if fires else 0.0, observed=now, expected=usual, since=since,
             explanation=f"{now:.4g} tokens a second since step {since}, {1 - now / usual:.0%} under the usual "
             f"{usual:.4g}",
         )  # fmt: skip
 
-    def _held(self, row: Row) -> bool:
-        assert self._slow is not None
-        _, began, rows = self._slow
-        return rows >= self.HOLD_ROWS if began is None or row.time is None else row.time - began >= self.HOLD_S
+    def _passed(self, row: Row) -> float:
+        """Seconds since the row before, 1 where time is unknown; none across a restart, which is no slow row."""
+        before, self._before = self._before, row
+        if row.time is None:
+            return 1.0
+        if before is None or before.time is None or before.attempt != row.attempt:
+            return 0.0
+        return max(row.time - before.time, 0.0)
 
     def _rate(self, row: Row) -> float | None:
         rate = row.values.get(self.metric)
@@ -237,7 +249,7 @@ class Throughput:
     def rebaseline(self, step: int) -> None:
         self._level.forget()
         self._recent.clear()
-        self._slow = None
+        self._lost, self._since = 0.0, None
 
     def rewind(self, step: int) -> None:
         self._last = None
@@ -246,7 +258,7 @@ class Throughput:
         self._firing = False
 
 
-class ScheduleRisk:
+class ScheduleRisk(EveryRow):
     """A deadline that the run will not meet at the rate it really goes, stalls and restarts included.
 
     finish = now + (horizon − tokens) / rate, rate = tokens gained over the last quarter of the wall time so far. With

@@ -137,7 +137,8 @@ class LevelShift:
         self, row: Row, point: tuple[int, float, float], score: float, *, line: Line, expected: Expected, spread: float
     ) -> None:
         slope = abs(line.slope) + expected.slope_error * abs(expected.slope)
-        doubt = line.error(point[1], self._settings.bend * slope) / spread
+        stretched = max(1.0, len(self._window) / (self._settings.share * self._rows))  # few rows: too long a line
+        doubt = line.error(point[1], self._settings.bend * stretched * slope) / spread
         clip = self._settings.clip
         self._charts.add(row.step, min(max(score - doubt, -clip), clip))
         if self._opening is None:

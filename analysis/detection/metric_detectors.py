@@ -11,11 +11,12 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from rungwise.analysis.alerts import Detector, Row, Signal
+from rungwise.analysis.alerts import Detector, EveryRow, Row, Signal
 from rungwise.analysis.detection.detectors import Basis
 from rungwise.analysis.detection.norm_detectors import GROUP_PREFIX, Burst, HiddenRise, Rise, is_early
 from rungwise.analysis.detection.reference import Reference
 from rungwise.analysis.detection.skipped import SkippedUpdates
+from rungwise.analysis.detection.weights import WeightsAltered
 from rungwise.analysis.forecast import Forecast
 
 COMPARABLE: Final = ("transport", "tokens_per_rank", "sender_capacity_factor", "receiver_capacity_factor")
@@ -76,7 +77,7 @@ class CurveMiss:
         self._outside = 0
 
 
-class NotFinite:
+class NotFinite(EveryRow):
     """NaN or infinity in any metric but the losses (`NonFinite` has those). Opens at once.
 
     A NaN routing figure or a NaN in a step without counted tokens is no data (0/0), and infinity is not.
@@ -214,6 +215,7 @@ def metric_detectors(basis: Basis) -> Iterator[Detector]:
     peers = basis.peers
     yield NotFinite()
     yield SkippedUpdates()
+    yield WeightsAltered()
     yield Burst("train/grad_norm", "grad_norm")
     yield Rise("train/grad_norm", "grad_norm_rise", peers=peers)
     yield HiddenRise("train/grad_norm", peers=peers)

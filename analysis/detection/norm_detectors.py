@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy import special
 
-from rungwise.analysis.alerts import Row, Signal
+from rungwise.analysis.alerts import EveryRow, Row, Signal
 from rungwise.analysis.detection.rolling import Departure, Level, Trend
 from rungwise.analysis.events import Change, preceding
 
@@ -212,7 +212,7 @@ class Rise:
         self._firing = False
 
 
-class HiddenRise:
+class HiddenRise(EveryRow):
     """A parameter group whose gradient norm rises while the total, which others carry, does not show it.
 
     `Rise` per group found in the rows; the worst one with less than `SHARE` of the squared norm speaks.

@@ -1,7 +1,7 @@
 """A restart that does not go on where the run was: the steps two attempts both took, compared one by one."""
 
 import math
-from collections import OrderedDict
+from collections import deque
 from typing import Final
 
 import numpy as np
@@ -24,7 +24,8 @@ class ResumeMismatch:
     LEAST: Final = 0.0025
 
     def __init__(self) -> None:
-        self._losses: OrderedDict[int, float] = OrderedDict()
+        self._losses: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
+        """Of the attempt so far: step and loss, in order of steps."""
         self._before: dict[int, float] = {}
         self._differences: list[float] = []
         self._from: int | None = None
@@ -34,9 +35,9 @@ class ResumeMismatch:
         loss = row.values.get(self.metric)
         if loss is None or not math.isfinite(loss):
             return None
-        self._losses[row.step] = loss
-        while len(self._losses) > self.STEPS:
-            self._losses.popitem(last=False)
+        if self._losses and self._losses[-1][0] == row.step:
+            self._losses.pop()
+        self._losses.append((row.step, loss))
         before = self._before.pop(row.step, None)
         if before is None:
             calm = Signal(level=0.0, observed=loss, expected=None, since=row.step, explanation="")
@@ -63,9 +64,10 @@ class ResumeMismatch:
         )
 
     def rewind(self, step: int) -> None:
-        self._before = {at: loss for at, loss in self._losses.items() if at >= step}
-        for at in self._before:
-            del self._losses[at]
+        self._before = {}
+        while self._losses and self._losses[-1][0] >= step:
+            at, loss = self._losses.pop()
+            self._before[at] = loss
         self._differences.clear()
         self._from = None
 

@@ -1,7 +1,6 @@
 """Steps whose update the trainer left out: handled, so not judged one by one, but not to become a habit."""
 
 from collections import deque
-from dataclasses import replace
 from typing import Final
 
 from rungwise.analysis.alerts import Row, Signal
@@ -15,7 +14,7 @@ def without_left_out(row: Row) -> Row:
     if not row.values.get(SKIPPED):
         return row
     ours = {name: value for name, value in row.values.items() if name in KEPT or not _is_of_the_batch(name)}
-    return replace(row, values=ours)
+    return row._replace(values=ours)
 
 
 def _is_of_the_batch(name: str) -> bool:

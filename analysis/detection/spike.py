@@ -3,14 +3,14 @@
 import math
 from typing import Final
 
-from rungwise.analysis.alerts import Row, Signal
+from rungwise.analysis.alerts import EveryRow, Row, Signal
 from rungwise.analysis.detection.baseline import Line, Window
 
 MIN_BASELINE: Final = 20
 """Rows before which only non-finite values can alert."""
 
 
-class NonFinite:
+class NonFinite(EveryRow):
     """NaN or infinite loss, or gradient entries that are. Opens at the first one. Memory: the best loss."""
 
     rule, metric, family, calm_rows = "nonfinite", "train/loss", "fault", 20
@@ -18,6 +18,7 @@ class NonFinite:
     def __init__(self) -> None:
         self._since: int | None = None
         self._best = math.inf
+        self._firing = False
 
     def observe(self, row: Row) -> Signal | None:
         losses = [row.values[name] for name in ("train/loss", "eval/loss") if name in row.values]
@@ -27,10 +28,10 @@ class NonFinite:
         bad = [value for value in losses if not math.isfinite(value)]
         if not bad and not entries:
             self._since = None
-            self._best = min([self._best, *losses])
-            return Signal(
-                level=0.0, observed=losses[0] if losses else 0.0, expected=None, since=row.step, explanation=""
-            )
+            self._best = min(self._best, *losses) if losses else self._best
+            seen = losses[0] if losses else 0.0
+            return Signal(0.0, seen, expected=None, since=row.step, explanation="") if self._firing else None
+        self._firing = True
         self._since = row.step if self._since is None else self._since
         what = f"loss is {bad[0]}" if bad else f"{entries:g} gradient entries are not finite"
         best = f"; best loss so far {self._best:.4f}" if math.isfinite(self._best) else ""
@@ -41,7 +42,9 @@ class NonFinite:
 
     def rebaseline(self, step: int) -> None: ...
     def rewind(self, step: int) -> None: ...
-    def resolved(self) -> None: ...
+
+    def resolved(self) -> None:
+        self._firing = False
 
 
 class LossSpike:

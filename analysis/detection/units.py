@@ -6,10 +6,9 @@ goes on judging; the change itself is one alert.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
-from rungwise.analysis.alerts import Row, Signal
+from rungwise.analysis.alerts import EveryRow, Row, Signal
 from rungwise.analysis.detection.rolling import Level
 from rungwise.analysis.events import Change
 
@@ -30,7 +29,7 @@ NEAR: Final = 0.25
 FRACTIONS: Final = ("moe/drop_fraction", "perf/mfu")
 
 
-class Units:
+class Units(EveryRow):
     """Recognises and undoes a change of unit; a detector like any other for what it finds.
 
     A value that is a scale's factor from the level of the last 32 rows, within their noise, is held to be in another
@@ -57,23 +56,23 @@ class Units:
     def convert(self, row: Row) -> Row:
         """The row with values of another unit turned back into the one each metric began with."""
         changed = {}
-        for name, level in self._levels.items():
-            value = row.values.get(name)
-            if value is None or not 0.0 < value < math.inf:
+        for name in WATCHED:
+            if name not in row.values or not 0.0 < (value := row.values[name]) < math.inf:
                 continue
-            kept = self._old_unit(name, level, row, value)
+            kept = self._old_unit(name, self._levels[name], row, value)
             if kept != value:
                 changed[name] = kept
-        return replace(row, values={**row.values, **changed}) if changed else row
+        return row._replace(values={**row.values, **changed}) if changed else row
 
     def _old_unit(self, name: str, level: Level, row: Row, value: float) -> float:
-        factor = self._factors.get(name, ("", 1.0))[1]
+        factor = self._factors[name][1] if name in self._factors else 1.0
         kept = value / factor
-        off = math.log(kept) - level.centre
-        moved = math.log(kept) - self._before.get(name, math.log(kept))
-        self._before[name] = math.log(kept)
+        log = math.log(kept)
+        off = log - level.centre
+        moved = log - self._before.get(name, log)
+        self._before[name] = log
         if level.count < self.ROWS or abs(off) < NEAR:
-            level.add(row.step, math.log(kept))
+            level.add(row.step, log)
             self._pending.pop(name, None)
             self._astray.pop(name, None)
             return kept
@@ -133,7 +132,7 @@ class Units:
 
     def observe(self, row: Row) -> Signal | None:
         if not self._told:
-            return None if self._said is None else replace(self._said, level=0.0)
+            return None if self._said is None else self._said._replace(level=0.0)
         self.metric = next(reversed(self._told))
         self._said = self._told[self.metric]
         return self._said

@@ -1,16 +1,16 @@
 """Forecast runs beyond a set of runs whose sizes and tokens vary freely: several laws, held out, averaged, widened.
 
-Each law of `MEMBERS` is fitted with its priors (`surface_fit.py`) and carries its discrepancy (`discrepancy.py`). Laws
-are weighted by one over their error on the largest third of the rows, forecast from the rest; the forecast is the
-weighted mean of log loss, and its variance the mean of theirs plus the spread between them. A pinned floor is every
-law's, with and without priors. How the members and constants were chosen, on training rows alone:
-docs/decisions/forecast-default.md.
+Each law of `MEMBERS` is fitted with its priors (`surface_fit.py`) and carries its discrepancy (`discrepancy.py`); two
+are fitted beside them as they were published, without either. Laws are weighted by one over the square of their error
+on the budgets of most compute, forecast from the rest; the forecast is the weighted mean of log loss, and its variance
+the mean of theirs plus the spread between them. A pinned floor is every law's, with and without priors. How the members
+and constants were chosen, on training rows alone: docs/decisions/forecast-default.md.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,7 +20,14 @@ from rungwise.analysis.fitting.descent import Penalty
 from rungwise.analysis.fitting.discrepancy import Linearised, predict
 from rungwise.analysis.fitting.fit import UnfitForecast
 from rungwise.analysis.fitting.laws import LAWS
-from rungwise.analysis.fitting.surface_fit import SurfaceFit, SurfaceRows, evaluate, fit_surface, surface_rows
+from rungwise.analysis.fitting.surface_fit import (
+    HUBER_DELTA,
+    SurfaceFit,
+    SurfaceRows,
+    evaluate,
+    fit_surface,
+    surface_rows,
+)
 
 Array = NDArray[np.float64]
 
@@ -38,6 +45,8 @@ ROBUST: Final = 1.345
 """Huber threshold in units of the spread: 95 % efficiency under normal noise."""
 MIN_SPREAD: Final = 5e-4
 HELD_OUT_SHARE: Final = 1 / 3
+INDEPENDENT: Final = 4
+"""Laws that the spread between them counts as a sample of: some of the five are one form, fitted twice."""
 _FLAT: Final = 100.0
 _POOLED: Final = 20_001
 """Quantiles of each forecast that a mixture is read from: probabilities to 5e-5."""
@@ -45,11 +54,16 @@ _POOLED: Final = 20_001
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One law carried by the forecast; `regular` says whether the priors hold its constants."""
+    """One law carried by the forecast; `regular` says whether the priors hold its constants.
+
+    One as published is fitted as those who published it did: Huber threshold `delta` on residuals of this `scale`.
+    """
 
     name: str
     form: str
     regular: bool
+    delta: float = HUBER_DELTA
+    scale: Literal["log", "nats"] = "log"
 
 
 MEMBERS: Final = (
@@ -57,6 +71,7 @@ MEMBERS: Final = (
     Member(name="outer_power", form="outer_power", regular=True),
     Member(name="overtraining", form="overtraining", regular=True),
     Member(name="chinchilla_as_published", form="chinchilla", regular=False),
+    Member(name="overtraining_as_published", form="overtraining", regular=False, delta=math.inf, scale="nats"),
 )
 
 
@@ -88,10 +103,10 @@ class SurfaceForecast:
     """Standard deviation of an unseen law about the mean of these, from the spread between them."""
 
     def quantile(self, probability: ArrayLike) -> Array:
-        """Loss, nats per token, (..., t): normal under one law, Student t with (laws - 1) degrees between laws."""
+        """Loss, nats per token, (..., t): normal under one law, Student t between laws."""
         at = np.asarray(probability, dtype=float)[..., None]
         within = special.ndtri(at) * self.scale
-        between = special.stdtrit(len(self.laws) - 1, at) * self.form_scale
+        between = special.stdtrit(INDEPENDENT - 1, at) * self.form_scale
         return np.exp(self.location + np.sign(at - 0.5) * np.hypot(within, between))
 
 
@@ -130,13 +145,13 @@ def forecast_surface(
     targets = np.atleast_1d(np.asarray(params, dtype=float)), np.atleast_1d(np.asarray(tokens, dtype=float))
     laws = forecast_members(table, targets, floor=floor)
     errors = held_out_errors(table, flops, floor=floor)
-    weights = 1.0 / (errors + 1e-4)
+    weights = 1.0 / (errors + 1e-4) ** 2
     weights /= weights.sum()
     places = np.array([law.location for law in laws])
-    scales = np.array([laws[0].scale if law.scale is None else law.scale for law in laws])
+    scale_of = {law.member.form: law.scale for law in laws if law.scale is not None}
+    scales = np.array([scale_of[law.member.form] for law in laws])
     location = weights @ places
-    count = len(laws)
-    unseen = count / (count - 1) * (1 + 1 / count)  # an unseen law about the mean of those seen
+    unseen = (INDEPENDENT + 1) / (INDEPENDENT - 1)  # an unseen law about the mean of those seen
     form = unseen * (weights @ (places - location) ** 2)
     return SurfaceForecast(
         laws=tuple(laws),
@@ -164,10 +179,14 @@ def held_out_errors(table: Mapping[str, Array], flops: Array, *, floor: float | 
 
 
 def lower_rows(flops: Array) -> NDArray[np.bool_]:
-    """Mask of the rows a hold-out fits: up to the quantile of compute that leaves out a third, whole budgets."""
-    lower = flops <= np.quantile(flops, 1.0 - HELD_OUT_SHARE) * 1.001
-    if np.sum(~lower) >= 3 and np.sum(lower) >= MIN_ROWS:
-        return lower
+    """Mask of the rows a hold-out fits: up to the quantile of compute that leaves out a third, whole budgets.
+
+    Where the largest budget alone holds more than a third, it is what is left out.
+    """
+    edge = float(np.quantile(flops, 1.0 - HELD_OUT_SHARE))
+    for lower in (flops <= 1.001 * edge, flops < 0.999 * edge):
+        if np.sum(~lower) >= 3 and np.sum(lower) >= MIN_ROWS:
+            return lower
     lower = np.zeros(flops.size, dtype=bool)
     lower[np.argsort(flops, kind="stable")[: max(int(0.7 * flops.size), MIN_ROWS - 1)]] = True
     return lower
@@ -201,8 +220,9 @@ def _forecast_member(
     log_params, log_tokens = rows.place(*targets)
     shared = LAWS[member.form].shared_exponent
     if not member.regular:
-        value = evaluate(plain.theta[None], log_params, log_tokens, shared=shared)[0][0]
-        return MemberForecast(member=member, fit=plain, location=np.log(value), scale=None)
+        fit = plain if member.form == plain.form else _as_published(member, table, floor)
+        value = evaluate(fit.theta[None], log_params, log_tokens, shared=shared)[0][0]
+        return MemberForecast(member=member, fit=fit, location=np.log(value), scale=None)
     penalty = priors(rows, member, spread, pinned=floor is not None)
     delta = ROBUST * spread
     fit = fit_surface(
@@ -225,6 +245,11 @@ def _forecast_member(
     logs = np.stack([rows.log_params, rows.log_tokens], axis=1)
     mean, scale = predict(law, logs, np.stack([log_params, log_tokens], axis=1))
     return MemberForecast(member=member, fit=fit, location=np.log(value_out[0]) + mean, scale=scale)
+
+
+def _as_published(member: Member, table: Mapping[str, Array], floor: float | None) -> SurfaceFit:
+    options: dict[str, Any] = {"form": member.form, "delta": member.delta, "scale": member.scale, "floor": floor}
+    return fit_surface(table["params"], table["tokens"], table["loss"], **options)
 
 
 def priors(rows: SurfaceRows, member: Member, spread: float, *, pinned: bool = False) -> Penalty:

@@ -68,6 +68,8 @@ class SurfaceFit:
     condition: float
     """Condition number of the Hessian, each constant in units of its own curvature."""
     theta: Array = field(repr=False, compare=False)
+    scale: Literal["log", "nats"] = "log"
+    """What the residuals are in: log loss, or nats."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for `--json` and the registered forecast."""
@@ -78,7 +80,7 @@ class SurfaceFit:
             "errors": self.errors,
             "status": str(self.status),
             "objective": self.objective,
-            "rmse_log": float(np.sqrt(np.mean(np.square(self.residuals)))),
+            f"rmse_{self.scale}": float(np.sqrt(np.mean(np.square(self.residuals)))),
             "degrees_of_freedom": self.degrees_of_freedom,
             "starts": [self.num_starts_agreeing, self.num_starts],
             "at_bound": list(self.at_bound),
@@ -120,7 +122,7 @@ def fit_surface(
     if rows.loss.size < constants:
         raise UnfitForecast(f"{rows.loss.size} rows cannot fix the {constants} constants of {LAWS[form].formula}")
     problem = surface_problem(rows, form=form, delta=delta, scale=scale, weights=weights, penalty=penalty, floor=floor)
-    return _record(rows, form, problem, descend(problem, _starts(rows, form, floor)))
+    return _record(rows, form, problem, descend(problem, _starts(rows, form, floor)), scale=scale)
 
 
 def surface_rows(params: ArrayLike, tokens: ArrayLike, loss: ArrayLike) -> SurfaceRows:
@@ -272,7 +274,9 @@ def project(rows: SurfaceRows, pairs: Array, floor: float | None) -> tuple[Array
     return best, squares
 
 
-def _record(rows: SurfaceRows, form: str, problem: Problem, found: Descent) -> SurfaceFit:
+def _record(
+    rows: SurfaceRows, form: str, problem: Problem, found: Descent, *, scale: Literal["log", "nats"]
+) -> SurfaceFit:
     best = found.best
     theta = found.theta[best]
     residuals = problem.residuals(theta[None])[0][0]
@@ -299,6 +303,7 @@ def _record(rows: SurfaceRows, form: str, problem: Problem, found: Descent) -> S
         errors=errors,
         condition=condition,
         theta=theta,
+        scale=scale,
     )
 
 

@@ -1,8 +1,8 @@
 """A forecast by laws in parameters and tokens, put into the record of `forecast_record.py`.
 
 Where runs and target state parameters both with and without embedding, each count is fitted on its own, with laws and
-weights of its own; the forecast is the mixture of the two, so that their disagreement widens the interval. The law in
-compute and the floor profile shown are of the first count.
+weights of its own; the forecast is the mixture of the two, so that their disagreement widens the interval, and so is
+the floor profile. The law in compute shown is of the first count.
 """
 
 import math
@@ -54,9 +54,9 @@ def forecast_by_surface(
     tails = (0.5 - level / 2, 0.5 + level / 2)
     low, point, high = (float(mixture_quantile(list(found.values()), at)[0]) for at in (tails[0], 0.5, tails[1]))
     first = next(iter(inputs))
-    rows, params, tokens = inputs[first]
     best = found[first].laws[0].fit
-    law = _touching_law(found[first], params, tokens, float(common["target"]["flops"]), point)
+    law = _touching_law(found[first], *inputs[first][1:], float(common["target"]["flops"]), point)
+    method = _method(found, inputs, common, tails)
     return Forecast(
         **_with_counts(common, table, found),
         point=point,
@@ -70,9 +70,9 @@ def forecast_by_surface(
         ],
         status=str(best.status),
         degrees_of_freedom=best.degrees_of_freedom,
-        floor_profile=_profile(rows, params, tokens, half=math.log(high / low) / 2, pinned=floor),
+        floor_profile=_mixed_profile([row["floor_profile"] for row in method["counts"]], low=low, high=high),
         floor_range=None,
-        method=_method(found, common, tails),
+        method=method,
     )  # fmt: skip
 
 
@@ -159,10 +159,9 @@ def _member_row(item: MemberForecast, weight: float, at: Input, suffix: str) -> 
     }
 
 
-def _profile(
-    rows: Mapping[str, np.ndarray], params: float, tokens: float, *, half: float, pinned: float | None
-) -> list[dict[str, float]]:
+def _profile(at: Input, *, half: float, pinned: float | None) -> list[dict[str, float]]:
     """The separable law's forecast for each of a range of floors, a pinned one among them, weighted by its fit."""
+    rows, params, tokens = at
     lowest = float(rows["loss"].min())
     free = fit_surface(rows["params"], rows["tokens"], rows["loss"])
     found = []
@@ -181,6 +180,24 @@ def _profile(
     ]  # fmt: skip
 
 
+def _mixed_profile(profiles: Sequence[list[dict[str, float]]], *, low: float, high: float) -> list[dict[str, float]]:
+    """The even mixture of the counts' profiles, which share their floors: each floor's points by its weights.
+
+    The half width is that of the forecast itself, to which the counts' disagreement belongs.
+    """
+    half = math.log(high / low) / 2
+    found = []
+    for rows in zip(*profiles, strict=True):
+        weights = np.array([row["weight"] for row in rows]) + 1e-300
+        point = float(np.average([row["point"] for row in rows], weights=weights))
+        rmse = float(np.sqrt(np.average([row["rmse"] ** 2 for row in rows], weights=weights)))
+        found.append(
+            {"floor": rows[0]["floor"], "point": point, "low": point * math.exp(-half), "high": point * math.exp(half),
+             "rmse": rmse, "weight": float(np.mean([row["weight"] for row in rows]))}
+        )  # fmt: skip
+    return found
+
+
 def _weak(status: FitStatus) -> list[str]:
     return [] if status is FitStatus.CONVERGED else [f"the laws are {status}"]
 
@@ -196,23 +213,30 @@ def _odd(table: Any, found: SurfaceForecast) -> list[str]:
 
 
 def _method(
-    found: Mapping[str, SurfaceForecast], common: Mapping[str, Any], tails: tuple[float, float]
+    found: Mapping[str, SurfaceForecast],
+    inputs: Mapping[str, Input],
+    common: Mapping[str, Any],
+    tails: tuple[float, float],
 ) -> dict[str, Any]:
     """How the number was made; weights, held-out errors and the share of the form are of the first count."""
     first = next(iter(found.values()))
     names = [item.member.name for item in first.laws]
-    counts = [
-        {"count": name, "point": float(item.quantile(0.5)[0]), "low": float(item.quantile(tails[0])[0]),
-         "high": float(item.quantile(tails[1])[0])}
-        for name, item in found.items()
-    ]  # fmt: skip
     return {
         "law": "parameters and tokens",
         "interval": "discrepancy process under each law, Student t between laws"
         + (", mixture of the counts" if len(found) > 1 else ""),
-        "counts": counts,
+        "counts": [_of_count(name, item, inputs[name], common, tails) for name, item in found.items()],
         "weights": dict(zip(names, first.weights.tolist(), strict=True)),
         "held_out_errors": dict(zip(names, first.held_out_errors.tolist(), strict=True)),
         "form_share": float(first.form_scale[0] ** 2 / (first.form_scale[0] ** 2 + first.scale[0] ** 2)),
         "evidence": f"the target has {common['extrapolation_ratio']:.3g} times the compute of the largest run",
     }
+
+
+def _of_count(
+    name: str, found: SurfaceForecast, at: Input, common: Mapping[str, Any], tails: tuple[float, float]
+) -> dict[str, Any]:
+    """One count's own forecast, and that forecast as a function of the floor."""
+    low, point, high = (float(found.quantile(probability)[0]) for probability in (tails[0], 0.5, tails[1]))
+    profile = _profile(at, half=math.log(high / low) / 2, pinned=common["floor"])
+    return {"count": name, "point": point, "low": low, "high": high, "floor_profile": profile}

@@ -1,8 +1,8 @@
 """Curves of what has no final law, such as gradient norm and drop fraction, forecast for a larger run with a band.
 
 Rungs are compared at equal progress, or at equal phase of their schedules where the learning rates are known: a warm-up
-of a fixed number of steps is a different share of each run. Copying the next smaller run is the bar; averages and
-trends over neighbours are candidates beside it, each judged on the upper rungs forecast from the lower ones.
+of a fixed number of steps is a different share of each run. Copying the next smaller run is the bar; means and more or
+less shrunk trends of neighbours are candidates beside it, each judged on the upper rungs forecast from the lower ones.
 """
 
 import math
@@ -36,14 +36,18 @@ def _nearest(count: int) -> Callable[[Array, Array, float], Array]:
     return lambda _x, rows, _at: rows[-count:].mean(axis=0)
 
 
-def _trend(share: float) -> Callable[[Array, Array, float], Array]:
-    """The mean of the nearest four moved along `share` of the line in log size through the nearest `TREND_RUNS`."""
+def _trend(shrinkage: float) -> Callable[[Array, Array, float], Array]:
+    """The mean of the nearest four moved along a line in log size x through the nearest `TREND_RUNS`.
+
+    slope = sum(x y) / (sum(x^2) + shrinkage), x and y from their means: a trend through runs of nearly one size is
+    hardly believed. Units of x^2; the scatter of runs about the line over the variance expected of its slope.
+    """
 
     def candidate(x: Array, rows: Array, at: float) -> Array:
         some, curves = x[-TREND_RUNS:], rows[-TREND_RUNS:]
         centred = some - some.mean()
-        slope = (centred @ curves) / max(float(centred @ centred), 1e-12)
-        return rows[-4:].mean(axis=0) + share * slope * (at - x[-4:].mean())
+        slope = (centred @ curves) / (float(centred @ centred) + shrinkage)
+        return rows[-4:].mean(axis=0) + slope * (at - x[-4:].mean())
 
     return candidate
 
@@ -52,9 +56,9 @@ CANDIDATES: Final[Mapping[str, Callable[[Array, Array, float], Array]]] = {
     "copy": _nearest(1),
     "mean_of_2": _nearest(2),
     "mean_of_4": _nearest(4),
-    "half_trend": _trend(0.5),
-    "trend": _trend(1.0),
+    **{f"trend_shrunk_{shrinkage:g}": _trend(shrinkage) for shrinkage in (1.0, 0.3, 0.1, 0.02)},
 }
+"""From a copy to all but the whole trend; how they were chosen: docs/decisions/curves.md."""
 
 
 @dataclass(frozen=True, kw_only=True)

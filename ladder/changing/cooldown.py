@@ -3,18 +3,24 @@
 A ladder has one number of tokens a parameter; a branch that ends at a share of a rung's horizon has that share of it.
 """
 
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from rungwise.analysis.source import RunRecord
 from rungwise.ladder.changing.branch import COOLDOWN_SHARE, begin_branch, branch_config, load_course, load_run_config
+from rungwise.ladder.console import log
 from rungwise.ladder.family import RunConfig, load_family
-from rungwise.ladder.home import run_folder
+from rungwise.ladder.home import family_folder, resolve_tracking, run_folder
+from rungwise.ladder.launching.slurm import JobOptions, Task, submit_tasks, submitted_jobs
+from rungwise.ladder.launching.status import run_status
+from rungwise.ladder.mesh.processes import find_processes, first_alone
 from rungwise.ladder.predict import FamilyRuns
 from rungwise.ladder.recording.kept import keep_at, step_at
+from rungwise.ladder.training.backend import prepare_backend
 
 NEAR: Final = 0.025
 """Shares of the horizon this close count as the same: steps round, and rungs are short."""
@@ -26,6 +32,11 @@ class Cooldown(NamedTuple):
 
     start: float
     end: float
+
+    @property
+    def text(self) -> str:
+        """As `parse_cooldowns` takes it."""
+        return f"{self.start:.9g}-{self.end:.9g}"
 
     def name(self, run: str) -> str:
         """Of the branch of a run: `d64-cooldown40`, or `d64-cooldown20to60` where the end was given."""
@@ -104,6 +115,7 @@ def run_cooldowns(
     home: Path,
     runs: tuple[str, ...] | None = None,
     hero: bool = False,
+    jobs: JobOptions | None = None,
     **options: Any,
 ) -> None:
     """Trains the rungs, each keeping what its cooldowns need, and then the cooldowns.
@@ -111,6 +123,7 @@ def run_cooldowns(
     Args:
         runs: rungs by name; absent: all.
         hero: False; a hero's branch is `early.run_branch`.
+        jobs: hand both to Slurm.
         options: of `run_ladder`.
     Raises:
         ValueError, RunFailed: as `run_ladder`; a rung that kept no checkpoint where a cooldown starts.
@@ -119,10 +132,50 @@ def run_cooldowns(
 
     assert not hero
     names = keep_runs(family, [cooldown.start for cooldown in cooldowns], home=home, runs=runs)
-    run_ladder(family, home=home, runs=runs, **options)
-    folders = [run_folder(home, load_family(family).name, name) for name in names]
-    branches = [begin_cooldown(folder, cooldown).run for folder in folders for cooldown in cooldowns]
+    run_ladder(family, home=home, runs=runs, jobs=jobs, **options)
+    config = load_family(family)
+    if jobs is not None:
+        for parent in (run for run in config.rung_runs if run.run in names):
+            _submit_cooldowns(cooldowns, parent, home=home, jobs=jobs, tracking=options.get("tracking"))
+        return
+    folders = [run_folder(home, config.name, name) for name in names]
+    branches = _begin([(folder, cooldown) for folder in folders for cooldown in cooldowns], cache=home / "cache")
     run_ladder(family, home=home, runs=tuple(branches), **options)
+
+
+def _begin(wanted: Sequence[tuple[Path, Cooldown]], *, cache: Path) -> list[str]:
+    """Makes the cooldowns' folders, where several processes train one, in the first; their names."""
+    if find_processes(os.environ) is None:
+        return [begin_cooldown(folder, cooldown).run for folder, cooldown in wanted]
+    prepare_backend(threads=load_run_config(wanted[0][0]).threads, cache=cache)
+    with first_alone():
+        return [begin_cooldown(folder, cooldown).run for folder, cooldown in wanted]
+
+
+def _submit_cooldowns(
+    cooldowns: Iterable[Cooldown], parent: RunConfig, *, home: Path, jobs: JobOptions, tracking: str | None
+) -> None:
+    """Hands the cooldowns of a run that are not done to Slurm, to begin once the run's own job has done well.
+
+    Jobs of their own rather than more work for the run's: each waits, is seen, requeued and cancelled as any run, and
+    they train side by side.
+
+    Raises:
+        ValueError: as `submit_tasks`; the run is done and kept no checkpoint where a cooldown starts.
+    """
+    folder, after = run_folder(home, parent.family, parent.run), None
+    named = {cooldown.name(parent.run): cooldown for cooldown in cooldowns}
+    todo = {name: cooldown for name, cooldown in named.items() if run_status(folder.with_name(name))["state"] != "done"}
+    if run_status(folder)["state"] == "done":
+        for cooldown in todo.values():
+            begin_cooldown(folder, cooldown)
+    else:
+        after = {job.run: job.job for job in submitted_jobs(family_folder(home, parent.family))}[parent.run]
+    words = ("--rung", parent.run, "--cooldowns")
+    tasks = [Task(run=name, words=(*words, cooldown.text)) for name, cooldown in todo.items()]
+    name, store = f"{parent.run}-cooldowns", resolve_tracking(home, tracking)
+    for job in submit_tasks(tasks, parent, name=name, home=home, tracking=store, options=jobs, after=after):
+        log(f"{job.run} is job {job.job}{f', after {after}' if after else ''} (log: {job.log})")
 
 
 def branch_records(runs: FamilyRuns) -> Iterator[tuple[Cooldown, RunRecord]]:

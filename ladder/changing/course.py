@@ -46,7 +46,13 @@ CHANGEABLE: Final[Mapping[str, tuple[str, ...]]] = {
         "model.balance_loss_weight",
         "model.quantile_estimator",
     ),
-    "precision": ("execution.compute_dtype", "execution.rematerialize", "execution.microbatches"),
+    "precision": (
+        "execution.compute_dtype",
+        "execution.rematerialize",
+        "execution.rematerialize_experts",
+        "execution.expert_matmul",
+        "execution.microbatches",
+    ),
 }
 """What an event of a kind may change. The rest is a run's identity: the shape of its parameters, optimizer, seed."""
 

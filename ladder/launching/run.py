@@ -23,7 +23,7 @@ from rungwise.ladder.console import ProgressView, log, one_line
 from rungwise.ladder.family import LadderConfig, RunConfig, explain, family_text, load_family
 from rungwise.ladder.home import FAMILY_FILE, family_folder, make_folder, resolve_tracking, run_folder
 from rungwise.ladder.launching.guard import check_start
-from rungwise.ladder.launching.slurm import JobOptions, submit_runs
+from rungwise.ladder.launching.slurm import LOG_VARIABLE, JobOptions, submit_runs
 from rungwise.ladder.launching.status import run_status
 from rungwise.ladder.mesh.mesh_config import MeshConfig
 from rungwise.ladder.mesh.processes import find_processes, is_first
@@ -288,6 +288,7 @@ def _start_child(config: RunConfig, place: Place) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             env=os.environ
             | {"MLFLOW_TRACKING_URI": place.tracking}  # not an argument: it may hold a password
+            | {LOG_VARIABLE: str(folder / CHILD_LOG)}
             | {"RUNGWISE_TRACEBACK": "1"},  # into the log
         )
 

@@ -1,4 +1,5 @@
-"""Runs as Slurm jobs: one job a rung, its seeds an array, requeued when preempted or out of time.
+"""Runs as Slurm jobs: one job a rung, its seeds an array, requeued when preempted or out of time. A run's cooldowns are
+an array of their own that waits for the run's job.
 
 We write no scheduler. A job script calls the same `ladder run` that a person would; what was submitted stands in
 `<home>/<family>/jobs.jsonl`, so that `ladder status` can ask Slurm about it and `ladder cancel` can end it.
@@ -18,7 +19,7 @@ from typing import Any, Final
 
 from rungwise.analysis.reading.records import read_records
 from rungwise.ladder.family import RunConfig
-from rungwise.ladder.home import family_folder, make_folder
+from rungwise.ladder.home import FAMILY_FILE, family_folder, make_folder
 from rungwise.ladder.recording.journal import append_shared
 
 JOBS_FILE: Final = "jobs.jsonl"
@@ -31,6 +32,18 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
 _OURS: Final = frozenset({"array", "job-name", "output", "error", "open-mode", "parsable", "requeue", "wrap", "ntasks"})
 
 
+LOG_VARIABLE: Final = "RUNGWISE_LOG"
+"""Tells a trainer where what it prints goes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run to be trained by a job: the words of `ladder run` that train it."""
+
+    run: str
+    words: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One run as a job: `job` is Slurm's own name of it, `12` or, for a task of an array, `12_3`."""
@@ -38,6 +51,8 @@ class Job:
     run: str
     job: str
     log: str
+    after: str | None = None
+    """The job it waits for; where that fails or is ended, it ends too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +77,23 @@ class JobOptions:
                 raise ValueError(f"--sbatch {option!r}: {name} is set by the launcher; leave it out")
 
 
-def job_script(runs: Sequence[RunConfig], *, home: Path, options: JobOptions) -> str:
-    """The batch script of one rung's runs; the task of the array, 0 without one, says which of them it trains.
+def job_script(tasks: Sequence[Task], *, family: Path, name: str, options: JobOptions) -> str:
+    """The batch script of a job; the task of the array, 0 without one, says which run it trains.
 
     Slurm warns the script before the time limit; it has the run save, then queues itself again. A preempted job is
     queued again by Slurm, and the run goes on from its last checkpoint.
+
+    Args:
+        family: the family's folder in the home.
     """
-    first = runs[0]
-    file = family_folder(home, first.family) / "family.toml"
-    which = "--hero" if first.role == "hero" else '--rung "$run"'
-    command = shlex.join([sys.executable, "-P", "-m", "rungwise.ladder", "run", str(file)])
-    rest = shlex.join(["--home", str(home), "--quiet", *options.run_options])
+    command = shlex.join([sys.executable, "-P", "-m", "rungwise.ladder", "run", str(family / FAMILY_FILE)])
+    rest = shlex.join(["--home", str(family.parent), "--quiet", *options.run_options])
+    job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if len(tasks) > 1 else "$SLURM_JOB_ID"
     lines = [
         "#!/bin/bash",
-        f"# One task is one run of {first.family}; submitted by `ladder run --launcher slurm`.",
-        f"runs=({shlex.join(run.run for run in runs)})",
-        "run=${runs[${SLURM_ARRAY_TASK_ID:-0}]}",
+        f"# One task is one run of {family.name}; submitted by `ladder run --launcher slurm`.",
+        f"runs=({shlex.join(shlex.join(task.words) for task in tasks)})",
+        f"export {LOG_VARIABLE}={shlex.quote(str(family / JOBS_FOLDER))}/{name}-{job}.log",
         "",
         "requeue() {  # the time limit is near: save, and go on in another allocation",
         '    kill -TERM "$step" 2>/dev/null',
@@ -93,52 +109,67 @@ def job_script(runs: Sequence[RunConfig], *, home: Path, options: JobOptions) ->
             'first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "export RUNGWISE_COORDINATOR=$first_node:$((20000 + SLURM_JOB_ID % 20000))",
         ]
-    lines += [f"srun --kill-on-bad-exit=1 {command} {which} {rest} &", "step=$!", 'wait "$step"', ""]
+    run = "${runs[${SLURM_ARRAY_TASK_ID:-0}]}"  # several words
+    lines += [f"srun --kill-on-bad-exit=1 {command} {run} {rest} &", "step=$!", 'wait "$step"', ""]
     return "\n".join(lines)
 
 
 def submit_runs(todo: Iterable[RunConfig], *, home: Path, tracking: str, options: JobOptions) -> list[Job]:
-    """Submits runs that no living job trains yet; returns the new jobs.
+    """Submits runs that no living job trains yet, each rung as a job; returns the new jobs.
 
     Raises:
         ValueError: Slurm is not here, or refused a job; its own words are in the message.
     """
-    _require("sbatch")
-    wanted = list(todo)
-    if not wanted:
-        return []
-    folder = make_folder(family_folder(home, wanted[0].family))
-    queued = {job.run for job, state, _ in living_jobs(folder)}
     submitted: list[Job] = []
-    for rung, group in groupby((run for run in wanted if run.run not in queued), key=lambda run: run.rung):
+    for rung, group in groupby(todo, key=lambda run: run.rung):
         runs = list(group)
-        script = make_folder(folder / JOBS_FOLDER) / f"{rung}.sh"
-        script.write_text(job_script(runs, home=home, options=options))
-        number = _sbatch(script, runs, folder=folder, tracking=tracking, options=options)
-        submitted += _jobs_of(number, runs, folder)
+        tasks = [Task(run=run.run, words=("--hero",) if run.role == "hero" else ("--rung", run.run)) for run in runs]
+        submitted += submit_tasks(tasks, runs[0], name=rung, home=home, tracking=tracking, options=options)
     return submitted
 
 
-def _sbatch(script: Path, runs: Sequence[RunConfig], *, folder: Path, tracking: str, options: JobOptions) -> str:
-    logs = folder / JOBS_FOLDER / (f"{runs[0].rung}-%A_%a.log" if len(runs) > 1 else f"{runs[0].rung}-%j.log")
+def submit_tasks(
+    tasks: Iterable[Task],
+    like: RunConfig,
+    *,
+    name: str,
+    home: Path,
+    tracking: str,
+    options: JobOptions,
+    after: str | None = None,
+) -> list[Job]:
+    """Submits as one job, an array of several, the runs that no living job trains yet; returns the new jobs.
+
+    Args:
+        like: a run that says what each of them needs.
+        name: of the job, its script and its logs.
+        after: a job that must have done well before.
+    Raises:
+        ValueError: as `submit_runs`.
+    """
+    _require("sbatch")
+    folder = make_folder(family_folder(home, like.family))
+    queued = {job.run for job in living_jobs(folder)}
+    wanted = [task for task in tasks if task.run not in queued]
+    if not wanted:
+        return []
+    script, tail = make_folder(folder / JOBS_FOLDER) / f"{name}.sh", "%A_%a" if len(wanted) > 1 else "%j"
+    script.write_text(job_script(wanted, family=folder, name=name, options=options))
     words = [
-        f"--job-name={runs[0].family}-{runs[0].rung}",
-        f"--output={logs}",
+        f"--job-name={like.family}-{name}",
+        f"--output={folder / JOBS_FOLDER / f'{name}-{tail}.log'}",
         *("--open-mode=append", "--requeue", f"--signal=B:USR1@{WARNING_SECONDS}"),
-        *(f"--ntasks={options.processes}", f"--cpus-per-task={runs[0].threads}"),
-        *([f"--array=0-{len(runs) - 1}"] if len(runs) > 1 else []),
+        *(f"--ntasks={options.processes}", f"--cpus-per-task={like.threads}"),
+        *([f"--array=0-{len(wanted) - 1}"] if len(wanted) > 1 else []),
         *(f"--{option}" for option in options.sbatch),  # later ones win
+        *([f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []),
     ]
     environment = {"MLFLOW_TRACKING_URI": tracking}  # not in the script: it may hold a password
-    answer = _call("sbatch", "--parsable", *words, str(script), environment=environment)
-    return answer.strip().partition(";")[0]
-
-
-def _jobs_of(number: str, runs: Sequence[RunConfig], folder: Path) -> list[Job]:
+    number = _call("sbatch", "--parsable", *words, str(script), environment=environment).strip().partition(";")[0]
     jobs = []
-    for task, run in enumerate(runs):
-        name = f"{number}_{task}" if len(runs) > 1 else number
-        jobs.append(Job(run=run.run, job=name, log=str(folder / JOBS_FOLDER / f"{run.rung}-{name}.log")))
+    for position, task in enumerate(wanted):
+        job = f"{number}_{position}" if len(wanted) > 1 else number
+        jobs.append(Job(run=task.run, job=job, log=str(folder / JOBS_FOLDER / f"{name}-{job}.log"), after=after))
         append_shared(folder / JOBS_FILE, {"kind": "job", **asdict(jobs[-1])})
     return jobs
 
@@ -151,38 +182,51 @@ def submitted_jobs(folder: Path) -> list[Job]:
     """
     records = read_records(folder / JOBS_FILE).records if (folder / JOBS_FILE).exists() else ()
     last = {record["run"]: record for record in records if record["kind"] == "job"}
-    return [Job(run=record["run"], job=record["job"], log=record["log"]) for record in last.values()]
+    return [
+        Job(run=record["run"], job=record["job"], log=record["log"], after=record.get("after"))
+        for record in last.values()
+    ]
 
 
-def living_jobs(folder: Path) -> list[tuple[Job, str, str]]:
-    """Jobs that wait or run: (job, Slurm's state, Slurm's reason). Empty where there is no Slurm or no job."""
+def living_jobs(folder: Path) -> list[Job]:
+    """Those of `submitted_jobs` that wait or run. Empty where there is no Slurm."""
+    return [job for job, state, _ in seen_jobs(folder) if state in ALIVE]
+
+
+def seen_jobs(folder: Path) -> list[tuple[Job, str, str]]:
+    """`submitted_jobs` with Slurm's state and reason, both empty once it has forgotten a job. Empty where there is no
+    Slurm.
+    """
     jobs = submitted_jobs(folder)
     if not jobs or shutil.which("squeue") is None:
         return []
     answer = _call("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r", f"--user={_user()}")
     states = {name: (state, reason) for name, state, reason in (line.split("|", 2) for line in answer.splitlines())}
-    found = [(job, *states[job.job]) for job in jobs if job.job in states]
-    return [(job, state, reason) for job, state, reason in found if state in ALIVE]
+    return [(job, *states.get(job.job, ("", ""))) for job in jobs]
 
 
 def cancel_jobs(folder: Path, runs: Iterable[str] | None = None) -> list[Job]:
-    """Ends the living jobs of the named runs, of all when absent; what they have saved stays.
+    """Ends the living jobs of the named runs and those that wait for them, all when absent; what they have saved stays.
 
     Raises:
         ValueError: Slurm is not here.
     """
     _require("scancel")
     wanted = None if runs is None else set(runs)
-    ended = [job for job, _, _ in living_jobs(folder) if wanted is None or job.run in wanted]
+    living = living_jobs(folder)
+    named = {job.job for job in living if wanted is None or job.run in wanted}
+    ended = [job for job in living if job.job in named or job.after in named]
     if ended:
         _call("scancel", *(job.job for job in ended))
     return ended
 
 
-def current_job() -> str | None:
-    """The job that this process belongs to, in Slurm's own words; None outside Slurm."""
+def current_job() -> dict[str, str]:
+    """What is known of the job this process belongs to: `job`, its name in Slurm's own words, and `log`, its output."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+    found = {"job": job, "log": os.environ.get(LOG_VARIABLE)}
+    return {name: value for name, value in found.items() if value}
 
 
 def _user() -> str:

@@ -3,7 +3,7 @@
 import math
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rungwise.comm.pipeline_schedules import Schedule, layers_of_stages
 from rungwise.model.config import Record
@@ -33,15 +33,6 @@ class MeshConfig(Record):
     offload: Literal["nothing", "optimizer"] = Field(
         default="nothing", description="what lies in the host's memory between steps"
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.weights == "sharded" and self.pipe > 1:
-            raise ValueError(
-                f"mesh.weights 'sharded' with mesh.pipe {self.pipe}: weights are sliced within one stage only; set"
-                " weights = 'replicated' or pipe = 1"
-            )
-        return self
 
     @property
     def num_devices(self) -> int:

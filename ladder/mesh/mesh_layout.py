@@ -180,6 +180,7 @@ class ResidentLeaf:
 class SlicedLeaf:
     """A dense parameter of which every rank of `data` holds a slice: of each layer's elements, or of all.
 
+    Layers lie on the stages of a pipeline as they do for any other parameter, and their slices on the ranks of a stage.
     Where an update needs whole matrices, one all-to-all of the gradient makes whole layers of slices, another brings
     the update back.
 
@@ -189,6 +190,7 @@ class SlicedLeaf:
         stacked: the first dimension is that of layers.
         matrices: the update needs whole layers.
         reduced: axes over which gradients add up, once the backward pass has added them over `data`.
+        stages: how layers lie at rest on the stages of a pipeline; None where all are here.
     """
 
     shape: tuple[int, ...]
@@ -196,6 +198,7 @@ class SlicedLeaf:
     stacked: bool
     matrices: bool
     reduced: Axes
+    stages: Stages | None = None
 
     @property
     def _layer(self) -> tuple[int, ...]:
@@ -206,12 +209,19 @@ class SlicedLeaf:
         return -(-math.prod(self._layer) // self.num_slices)
 
     @property
+    def _rows(self) -> int:
+        """Layers of one stage, padding included."""
+        return self.shape[0] if self.stages is None else len(self.stages.rows) // self.stages.num_stages
+
+    @property
     def rest_spec(self) -> PartitionSpec:
-        return PartitionSpec(None, DATA) if self.stacked else PartitionSpec(DATA)
+        if not self.stacked:
+            return PartitionSpec(DATA)
+        return PartitionSpec(None if self.stages is None else PIPE, DATA)
 
     @property
     def part_spec(self) -> PartitionSpec:
-        return PartitionSpec(DATA) if self.matrices else self.rest_spec
+        return PartitionSpec(self.spread) if self.matrices else self.rest_spec
 
     @property
     def whole_spec(self) -> PartitionSpec:
@@ -227,7 +237,7 @@ class SlicedLeaf:
 
     @property
     def spread(self) -> Axes:
-        return (DATA,)
+        return (DATA,) if self.stages is None else (PIPE, DATA)
 
     def gather_layer(self, own: Array) -> Array:
         """The slice of one layer → the layer; its transpose is a reduce-scatter of the gradient."""
@@ -246,24 +256,36 @@ class SlicedLeaf:
     def gather(self, part: Array) -> Array:
         if not self.matrices:
             return part
-        return to_row_slices(self._padded(part.reshape(len(part), -1)), DATA, self.shape[0])
+        return to_row_slices(self._padded(part.reshape(len(part), -1)), DATA, self._rows)
 
     def _padded(self, rows: Array) -> Array:
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, self.num_slices * self._slice - rows.shape[-1])])
 
     def to_rest(self, whole: Array) -> Array:
-        return self._padded(whole.reshape(len(whole), -1) if self.stacked else whole.reshape(-1))
+        rows = self._stacked(whole)
+        return self._padded(rows.reshape(len(rows), -1) if self.stacked else rows.reshape(-1))
 
     def from_rest(self, rest: Array) -> Array:
-        return rest[..., : math.prod(self._layer)].reshape(self.shape)
+        return self._unstacked(rest[..., : math.prod(self._layer)].reshape(-1, *self.shape[1:]))
 
     def to_parts(self, whole: Array) -> Array:
         if not self.matrices:
             return self.to_rest(whole)
-        return jnp.pad(whole, [(0, -self.shape[0] % self.num_slices)] + [(0, 0)] * len(self._layer))
+        by_stage = self._stacked(whole).reshape(-1, self._rows, *self._layer)
+        padding = [(0, 0), (0, -self._rows % self.num_slices)] + [(0, 0)] * len(self._layer)
+        return jnp.pad(by_stage, padding).reshape(-1, *self._layer)
 
     def from_parts(self, parts: Array) -> Array:
-        return parts[: self.shape[0]] if self.matrices else self.from_rest(parts)
+        if not self.matrices:
+            return self.from_rest(parts)
+        by_stage = parts.reshape(-1, self._rows + -self._rows % self.num_slices, *self._layer)
+        return self._unstacked(by_stage[:, : self._rows].reshape(-1, *self._layer))
+
+    def _stacked(self, whole: Array) -> Array:
+        return whole if self.stages is None else self.stages.stacked(whole)
+
+    def _unstacked(self, rows: Array) -> Array:
+        return rows if self.stages is None else self.stages.unstacked(rows)
 
 
 @dataclass(frozen=True)
@@ -342,20 +364,30 @@ def build_layout(
     def place(path: tuple[Any, ...], leaf: Any) -> None:
         name = parameter_name(path)
         matrices = update_rule(name, optimizer).startswith("muon")
+        own = _stages_of(name, leaf.shape, used, stages)
         if weights == "sharded" and DATA in used and is_sliced(name, leaf.shape):
+            at_rest = (DATA,) if own is None else (PIPE, DATA)
             leaves[name] = SlicedLeaf(
                 shape=leaf.shape,
                 num_slices=used[DATA],
                 stacked=name.startswith("layers."),
                 matrices=matrices,
-                reduced=tuple(axis for axis in used if axis != DATA),
+                reduced=tuple(axis for axis in used if axis not in at_rest),
+                stages=own,
             )
         else:
             sharded = optimizer_state == "sharded"
-            leaves[name] = _resident(name, leaf.shape, used, sharded=sharded, matrices=matrices, stages=stages)
+            leaves[name] = _resident(name, leaf.shape, used, sharded=sharded, matrices=matrices, stages=own)
 
     tree_map_with_path(place, params)
     return MeshLayout(leaves)
+
+
+def _stages_of(name: str, shape: tuple[int, ...], used: Mapping[str, int], stages: Stages | None) -> Stages | None:
+    """How a parameter's layers lie on stages; None where it belongs to no layer or there are none."""
+    if PIPE not in used or not name.startswith("layers."):
+        return None
+    return stages or Stages(num_layers=shape[0], num_stages=used[PIPE], axis=PIPE)
 
 
 def is_sliced(name: str, shape: tuple[int, ...]) -> bool:
@@ -376,12 +408,9 @@ def _resident(
 ) -> ResidentLeaf:
     rest = []
     local = list(shape)
-    if PIPE in used and name.startswith("layers."):
+    if stages is not None:
         rest.append((0, PIPE, used[PIPE]))
-        stages = stages or Stages(num_layers=shape[0], num_stages=used[PIPE], axis=PIPE)
         local[0] = len(stages.rows)
-    else:
-        stages = None
     if EXPERT in used and name.startswith("layers.moe.experts."):
         rest.append((1, EXPERT, used[EXPERT]))
     at_rest = {axis for _, axis, _ in rest}

@@ -135,7 +135,8 @@ def mesh_gradient(config: RunConfig, plan: MeshPlan) -> Gradient | None:
         return None
     from rungwise.ladder.mesh.pipeline_step import make_pipeline_gradient
 
-    return make_pipeline_gradient(config, compute_dtype(config.execution), share=plan.share)
+    gather = plan.layout.gather_weights
+    return make_pipeline_gradient(config, compute_dtype(config.execution), share=plan.share, gather=gather)
 
 
 def make_mesh_step(

@@ -6,6 +6,7 @@ and the loss. What belongs to no layer lies on all stages, its gradient is the s
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,10 +31,17 @@ from rungwise.ladder.training.gradients import (
 from rungwise.model.loss import loss_sums, objective_of, token_losses
 from rungwise.model.moe import MoeMethod
 from rungwise.model.stages import Stages, run_stage
-from rungwise.model.transformer import embed_tokens, logits_of
+from rungwise.model.transformer import Params, embed_tokens, logits_of
+
+Gather = Callable[[str, Params], Params]
+"""As in `training/gradients.py`. All ranks that share a stage work at the same time, so a branch may gather."""
 
 
-def make_pipeline_gradient(config: RunConfig, dtype: Any, *, share: Share) -> Gradient:
+def _as_they_are(_: str, weights: Params) -> Params:
+    return weights
+
+
+def make_pipeline_gradient(config: RunConfig, dtype: Any, *, share: Share, gather: Gather = _as_they_are) -> Gradient:
     """Each device's addend of the gradient of a run's whole batch, with the batch's figures.
 
     Parameters are one stage's: rows of layers as `Stages` orders them, and all that belongs to no layer. Margins in the
@@ -42,6 +50,7 @@ def make_pipeline_gradient(config: RunConfig, dtype: Any, *, share: Share) -> Gr
     Args:
         dtype: of matrix products and of what stages pass on.
         share: the part of a batch this device is given, the same on all stages.
+        gather: makes weights whole where each rank of a stage holds a slice of them.
     """
     parts, stages = share.microbatches(config), stages_of(config)
     schedule = config.mesh.schedule(parts)
@@ -52,42 +61,63 @@ def make_pipeline_gradient(config: RunConfig, dtype: Any, *, share: Share) -> Gr
         count = batch_count(tokens, weights, share)
         split = jax.tree.map(lambda leaf: leaf.reshape(parts, -1, *leaf.shape[1:]), (tokens, weights))
         microbatches = (*split, jax.random.split(step_key(config, step, share), parts))
-        pipeline = _pipeline(config, dtype, share, bias, count)
+        pipeline = _pipeline(config, dtype, share, gather, bias, count)
         grads, result = pipeline_gradient(pipeline, params, microbatches, axis=PIPE, schedule=schedule)
         return grads, batch_figures(joined(_parts(result, stages)), config, share)
 
     return gradient
 
 
-def make_pipeline_eval(config: RunConfig, dtype: Any, method: MoeMethod) -> Callable[..., jax.Array]:
-    """Mean loss of each sequence: (one stage's params, bias, tokens [batch, seq + 1]) → [batch], on every stage."""
+def make_pipeline_eval(
+    config: RunConfig, dtype: Any, method: MoeMethod, *, parts: int = 1, gather: Gather = _as_they_are
+) -> Callable[..., jax.Array]:
+    """Mean loss of each sequence: (one stage's params, bias, tokens [batch, seq + 1]) → [batch], on every stage.
+
+    Args:
+        parts: of the batch that go through the stages one after the other.
+    """
     stages = stages_of(config)
 
     def evaluate(params: Any, bias: jax.Array, tokens: jax.Array) -> jax.Array:
         def run(params: Any, x: jax.Array, _: Any, chunk: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-            x, _ = run_stage(params["layers"], bias, x, chunk, stages=stages, config=config.model, method=method)
+            layers, of_layer = params["layers"], partial(gather, "layers.")
+            x, _ = run_stage(layers, bias, x, chunk, stages=stages, config=config.model, method=method, gather=of_layer)
             return x, jnp.zeros((), jnp.float32), None
 
         def leave(params: Any, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-            losses, _ = token_losses(logits_of(params, x, config=config.model), tokens[:, 1:])
+            losses, _ = token_losses(logits_of(_last(params, gather), x, config=config.model), tokens[:, 1:])
             return jnp.zeros((), jnp.float32), jnp.mean(losses, axis=-1)
 
         def enter(params: Any, tokens: jax.Array) -> jax.Array:
-            return embed_tokens(params, tokens[:, :-1], config=config.model, dtype=dtype)
+            return embed_tokens(_first(params, gather), tokens[:, :-1], config=config.model, dtype=dtype)
 
-        result = gpipe(Pipeline(enter, run, leave), params, tokens[None], axis=PIPE, num_chunks=stages.num_chunks)
-        return add_over(result.ending[0], (PIPE,))
+        split = tokens.reshape(parts, -1, tokens.shape[-1])
+        result = gpipe(Pipeline(enter, run, leave), params, split, axis=PIPE, num_chunks=stages.num_chunks)
+        return add_over(result.ending.reshape(-1), (PIPE,))
 
     return evaluate
 
 
-def _pipeline(config: RunConfig, dtype: Any, share: Share, bias: jax.Array, count: jax.Array) -> Pipeline:
+def _first(params: Params, gather: Gather) -> Params:
+    """What the first stage uses besides its layers."""
+    return gather("", {name: leaf for name, leaf in params.items() if name.startswith("embed")})
+
+
+def _last(params: Params, gather: Gather) -> Params:
+    """What the last stage uses besides its layers; a tied head is the embedding."""
+    tied = "head" not in params
+    return gather("", {name: leaf for name, leaf in params.items() if name != "layers" and (tied or name != "embed")})
+
+
+def _pipeline(
+    config: RunConfig, dtype: Any, share: Share, gather: Gather, bias: jax.Array, count: jax.Array
+) -> Pipeline:
     """The model of a training step in stages. A microbatch is (tokens, weights of tokens, key)."""
     model, stages, method = config.model, stages_of(config), share.method(config)
     parts = share.microbatches(config) * share.devices
 
     def enter(params: Any, microbatch: Any) -> jax.Array:
-        return embed_tokens(params, microbatch[0][:, :-1], config=model, dtype=dtype)
+        return embed_tokens(_first(params, gather), microbatch[0][:, :-1], config=model, dtype=dtype)
 
     def run(params: Any, x: jax.Array, microbatch: Any, chunk: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         x, figures = run_stage(
@@ -100,6 +130,7 @@ def _pipeline(config: RunConfig, dtype: Any, share: Share, bias: jax.Array, coun
             method=method,
             rematerialize=config.execution.rematerialize,
             key=microbatch[2],
+            gather=partial(gather, "layers."),
         )
         penalty = penalty_of(figures, config) / parts
         balance_loss = jnp.sum(figures.balance_loss) / parts
@@ -107,7 +138,7 @@ def _pipeline(config: RunConfig, dtype: Any, share: Share, bias: jax.Array, coun
 
     def leave(params: Any, x: jax.Array, microbatch: Any) -> tuple[jax.Array, Any]:
         tokens, weights, _ = microbatch
-        sums = loss_sums(logits_of(params, x, config=model), tokens[:, 1:], weights)
+        sums = loss_sums(logits_of(_last(params, gather), x, config=model), tokens[:, 1:], weights)
         return objective_of(sums, count, z_loss_weight=model.logit_z_loss_weight), sums
 
     return Pipeline(enter, run, leave)

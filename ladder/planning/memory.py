@@ -1,17 +1,17 @@
 """Bytes one device needs for a training step, by part, before anything is allocated. Imports no jax.
 
 A run needs the most in one of four phases: while layers run backwards, while the loss is differentiated, while the
-optimizer moves the weights, or in the evaluation with drops, which takes a whole batch at once. Weights and optimizer
-state are there in all of them.
+optimizer moves the weights, or in the evaluation with drops. Weights and optimizer state are there in all of them.
 
     layers     = saved activations of all layers + gradients + work of one layer
     loss       = saved activations of all layers + 2 × logits + gradient of the head
     update     = gradients + work of the optimizer + work of the balancing bias
-    evaluation = the larger of the batch's logits and one layer's work on it
+    evaluation = the larger of a microbatch's logits and one layer's work on it
 
 What is exact, what is estimated and how far off it was: `docs/memory.md`.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -27,6 +27,7 @@ from rungwise.ladder.planning.memory_layer import (
     WIDE,
     DeviceShare,
     Parts,
+    experts_at_once,
     kept_activations,
     rows_of,
     saved_activations,
@@ -155,7 +156,7 @@ def _plan_phase(config: RunConfig, mesh: MeshConfig, *, device: Device, fused: b
         "loss": resident | kept | sums | _loss(config, share, fused=fused),
         "update": resident
         | {"gradients": parts, "update_work": _update_work(config, weights), "bias_work": 2 * kept["saved_margins"]},
-        "evaluation": resident | _evaluation(config, mesh, share, fused=fused),
+        "evaluation": resident | _evaluation(config, share, fused=fused),
     }
     return MemoryPlan(
         run=config.run,
@@ -186,6 +187,8 @@ def device_share(
         accelerator=device == "accelerator",
         on_mesh=mesh.expert > 1,
         fused=fused,
+        experts_again=execution.rematerialize_experts,
+        mxfp8=execution.expert_matmul == "mxfp8",
     )
 
 
@@ -252,6 +255,8 @@ def _carries(mesh: MeshConfig, parts: int) -> int:
 
 def _layer_work(config: RunConfig, share: DeviceShare) -> int:
     whole = sum(saved_activations(config.model, config.transport, share).values())
+    if share.experts_again:
+        whole += experts_at_once(config.model, config.transport, share)
     return round(LAYER_WORK[config.execution.rematerialize] * whole)
 
 
@@ -261,11 +266,10 @@ def _loss(config: RunConfig, share: DeviceShare, *, fused: bool) -> Parts:
     return {"logits": logits, "head_gradient": model.vocab_size * model.hidden_dim * _param_bytes(config)}
 
 
-def _evaluation(config: RunConfig, mesh: MeshConfig, share: DeviceShare, *, fused: bool) -> Parts:
-    parts = microbatches(config, mesh)
-    logits = 0 if fused else parts * share.tokens * config.model.vocab_size * WIDE
-    layer = sum(saved_activations(config.model, config.transport, share).values())
-    work = round(EVALUATION_WORK * parts * layer)
+def _evaluation(config: RunConfig, share: DeviceShare, *, fused: bool) -> Parts:
+    logits = 0 if fused else share.tokens * config.model.vocab_size * WIDE
+    forward = dataclasses.replace(share, experts_again=False)  # there is no backward pass
+    work = round(EVALUATION_WORK * sum(saved_activations(config.model, config.transport, forward).values()))
     return {"logits": logits} if logits > work else {"layer_work": work}
 
 

@@ -6,7 +6,7 @@ them. Tables of a value a row (norms, softmax sums) are counted, single figures 
 
 from dataclasses import dataclass
 
-from rungwise.comm.buffers import BLOCK, BufferRows, buffer_rows, num_blocks, ragged_room, row_bytes
+from rungwise.comm.buffers import BLOCK, BufferRows, buffer_rows, mxfp8_bytes, num_blocks, ragged_room, row_bytes
 from rungwise.comm.config import TransportConfig
 from rungwise.model.config import ModelConfig
 
@@ -38,6 +38,10 @@ class DeviceShare:
     """Ranks of a group lie on several devices."""
     fused: bool = False
     """As if attention scores never left the chip."""
+    experts_again: bool = False
+    """The backward pass computes experts again from the rows that reached them, a wave at a time."""
+    mxfp8: bool = False
+    """Experts multiply in MXFP8, and the backward pass keeps what they multiplied so."""
 
 
 def saved_activations(model: ModelConfig, transport: TransportConfig, share: DeviceShare) -> Parts:
@@ -128,9 +132,10 @@ def _transport(model: ModelConfig, transport: TransportConfig, share: DeviceShar
     """Rows that came back, tables, and what the experts keep."""
     rows, tokens = rows_of(model, transport, share), share.tokens // share.ranks
     row, items = model.routed_dim * share.itemsize, tokens * model.top_k
-    inner = model.expert_dim * share.itemsize
-    named = uses_named_groups(transport)
-    experts = rows.computed * (row + (6 if named else 2) * inner)
+    experts = rows.computed * row
+    if not share.experts_again:
+        entering = mxfp8_bytes(model.routed_dim) if share.mxfp8 else row
+        experts = rows.computed * (entering + _inner_row(model, transport, share))
     returned, tables = _returned(transport, rows, items, tokens), items * (WIDE + 2)
     if transport.name == "pooled_wave":
         tables += WIDE * (rows.sent + rows.sent + rows.computed if rows.sent else rows.computed)
@@ -143,6 +148,18 @@ def _transport(model: ModelConfig, transport: TransportConfig, share: DeviceShar
         tables = WIDE * (transport.num_ranks * items + rows.computed)
     gates = items * (transport.num_ranks if transport.name == "dropless" else 1) * share.itemsize
     return {"transport": share.ranks * (returned * row + tables + gates), "experts": share.ranks * experts}
+
+
+def experts_at_once(model: ModelConfig, transport: TransportConfig, share: DeviceShare) -> int:
+    """Bytes between the products of the experts of one wave: what is there while they are computed again."""
+    return share.ranks * rows_of(model, transport, share).computed_at_once * _inner_row(model, transport, share)
+
+
+def _inner_row(model: ModelConfig, transport: TransportConfig, share: DeviceShare) -> int:
+    """Bytes of a row between the products of its expert, as the backward pass wants them."""
+    if share.mxfp8:
+        return 2 * model.expert_dim * share.itemsize + mxfp8_bytes(model.expert_dim)
+    return (6 if uses_named_groups(transport) else 2) * model.expert_dim * share.itemsize
 
 
 def _returned(transport: TransportConfig, rows: BufferRows, items: int, tokens: int) -> int:
@@ -200,8 +217,12 @@ def _weight_copies(model: ModelConfig, transport: TransportConfig, share: Device
 def _expert_copies(model: ModelConfig, transport: TransportConfig, share: DeviceShare) -> int:
     routed, inner = model.routed_dim, model.expert_dim
     waves = transport.num_waves if transport.num_ranks > 1 else 1
+    if share.experts_again:
+        return share.experts * routed * inner * 3
+    copies = waves if transport.name in ("pooled_wave", "expert_cell") else 1
+    if share.mxfp8:
+        return share.experts * routed * inner * (2 * copies + (1 if uses_named_groups(transport) else copies))
     if not uses_named_groups(transport):
-        copies = waves if transport.name == "pooled_wave" else 1
         return share.experts * routed * inner * (2 * copies + 1)
     if transport.name == "expert_cell" or share.accelerator:
         return share.experts * routed * inner * 3

@@ -131,8 +131,8 @@ def _place(name: str, shape: tuple[int, ...], used: dict[str, int], mesh: MeshCo
     held = math.prod(local)
     whole_matrices = optimizer != "adamw" and is_matrix(name, shape)
     if mesh.weights == "sharded" and "data" in used and _is_sliced(name, shape):
-        layers = shape[0] if of_layer else 1
-        per_layer = math.prod(shape) // layers
+        layers = local[0] if of_layer else 1
+        per_layer = math.prod(local) // layers
         piece = -(-per_layer // used["data"])
         part = -(-layers // used["data"]) * per_layer if whole_matrices else layers * piece
         return DeviceWeight(shape=shape, rest=layers * piece, part=part, used=held, gathered=per_layer)

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import shutil
+import tempfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from rungwise.ladder.mesh.processes import on_first
 
 _MANIFEST: Final = "manifest.json"
 _ARRAYS: Final = "arrays"
+_PROBE_BYTES: Final = 4096
 _DRAFT: Final = ".draft-"
 _OLD: Final = ".old-"
 
@@ -59,6 +61,24 @@ class Checkpoints:
         found = {int(path.name.removeprefix(_DRAFT)) for path in self._glob(f"{_DRAFT}*")}
         found |= {int(path.name) for path in self._numbered()} - set(self.steps())
         return tuple(sorted(found))
+
+    def check_writable(self) -> None:
+        """Writes and syncs a small nameless file where checkpoints will go.
+
+        Raises:
+            ValueError: that fails, as it would for every checkpoint.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ValueError(
+                f"checkpoint folder {self.folder} cannot be written to ({error.strerror}): nothing trained would be"
+                " kept; repair it or free space, or choose another home with --home"
+            ) from error
 
     def save(self, step: int, tree: Any, *, meta: Mapping[str, Any]) -> None:
         """Write a checkpoint and return when it is whole; then remove those beyond `keep`.

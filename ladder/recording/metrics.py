@@ -38,6 +38,8 @@ def step_metrics(figures: StepFigures) -> tuple[Values, Layers]:
     }
     if figures.skipped is not None:
         values["train/skipped"] = float(figures.skipped)
+    if figures.clipped_values is not None:
+        values["train/clipped_values"] = float(figures.clipped_values)
     for prefix, norms in (
         ("grad_norm", figures.group_grad_norms),
         ("update_norm", figures.group_update_norms),

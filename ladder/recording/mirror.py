@@ -50,6 +50,7 @@ from rungwise.analysis.vocabulary import (
     TAG_FORECAST_HASH,
     TAG_JOB,
     TAG_LINEAGE,
+    TAG_LOG,
     TAG_MIRRORED_BYTES,
     TAG_MIRRORED_TIME,
     TAG_RESTORED_STEP,
@@ -279,6 +280,7 @@ def _attempt_tags(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[s
         TAG_CORPUS_HASH: config.get("corpus_hash"),
         TAG_CODE_VERSION: config.get("code_version"),
         TAG_JOB: start.get("job"),
+        TAG_LOG: start.get("log"),
         TAG_SCHEMA: SCHEMA_VERSION,
     }
     return {name: str(value) for name, value in tags.items() if value is not None}

@@ -39,9 +39,10 @@ from rungwise.ladder.reporting.report_figures import (
     leave_one_out_picture,
     trajectory_pictures,
 )
+from rungwise.ladder.reporting.report_nowcast import nowcast_section
 from rungwise.ladder.reporting.report_page import Card, Section, Table
 from rungwise.ladder.reporting.report_watch import alerts_section, deliveries_section, events_section
-from rungwise.ladder.tables import backtest_text, half_width_text, law_text, loss_text, quantity
+from rungwise.ladder.tables import backtest_text, half_width_text, law_text, loss_text, nowcast_text, quantity
 from rungwise.ladder.watching.outbox import Outbox
 from rungwise.ladder.watching.watch import Verdict, judge_loaded, state_folder
 
@@ -132,6 +133,8 @@ def _lead(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict) -> Iterat
         yield "No forecast is registered, so there is nothing to hold the hero against."
     elif outcome is None:
         yield "The forecast is registered; the hero has not finished, so the verdict is open."
+        if verdict.nowcast is not None:
+            yield f"Nowcast of the {nowcast_text(verdict.nowcast)}."
     else:
         yield _outcome_sentence(forecast, outcome)
         copied = abs(top_rung_loss(forecast) - outcome.measured)
@@ -172,6 +175,7 @@ def _sections(runs: FamilyRuns, outcome: Outcome | None, verdict: Verdict, outbo
         yield Section(id="floor", title="How much the floor matters", text=text, pictures=pictures)
         pictures = trajectory_pictures(runs, forecast, alerts=verdict.alerts)
         yield Section(id="trajectory", title="The hero against its registered curves", pictures=pictures)
+        yield nowcast_section(runs)
     yield Section(id="drops", title="Dropped tokens", pictures=drops_pictures(runs))
     yield alerts_section(verdict, runs.hero)
     yield deliveries_section(outbox)

@@ -19,10 +19,12 @@ from rungwise.analysis.drawing.figures import (
     ladder_fit_figure,
     trajectory_figure,
 )
+from rungwise.analysis.drawing.nowcast_figure import nowcast_history_figure
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.points import logged_values
 from rungwise.analysis.source import RunRecord
-from rungwise.ladder.predict import FamilyRuns, Outcome
+from rungwise.ladder.nowcast import nowcast_hero
+from rungwise.ladder.predict import CURVE_METRICS, FamilyRuns, Outcome
 
 DROPS = "moe/drop_fraction"
 
@@ -61,7 +63,7 @@ def floor_picture(forecast: Forecast) -> Picture:
 
 
 def trajectory_pictures(runs: FamilyRuns, forecast: Forecast, *, alerts: Iterable[Alert] = ()) -> list[Picture]:
-    """Each registered curve with the hero on it, and the rungs behind."""
+    """Each registered curve with the hero on it, the rungs behind, and while it trains, the nowcast of a loss."""
     steps = runs.plan["hero"]["steps"]
     told = [alert for alert in alerts if alert.severity != "info"]
     pictures = []
@@ -71,11 +73,35 @@ def trajectory_pictures(runs: FamilyRuns, forecast: Forecast, *, alerts: Iterabl
         rungs = {record.run: _curve(record, metric) for record in _one_a_rung(runs)}
         hero = None if runs.hero is None else _curve(runs.hero, metric)
         marks = [{"progress": alert.step / steps, "rule": alert.rule} for alert in told if alert.metric == metric]
-        figure = trajectory_figure(hero, band, rungs=rungs, alerts=marks, metric=metric, unit=_unit(metric))
-        caption = f"{metric}: the registered band, the hero as it went, and the rungs."
+        updated = _updated(runs, metric)
+        figure = trajectory_figure(
+            hero, band, rungs=rungs, alerts=marks, updated=updated, metric=metric, unit=_unit(metric)
+        )
+        more = "" if updated is None else "; and the rest of the curve as the run so far has it"
+        caption = f"{metric}: the registered band, the hero as it went, and the rungs{more}."
         name = metric.replace("/", "-")
         pictures.append(Picture(svg=inline_svg(figure, name, caption), caption=caption))
     return pictures
+
+
+def _updated(runs: FamilyRuns, metric: str) -> pd.DataFrame | None:
+    """The nowcast of a loss of a hero that is under way; None where there is none."""
+    if runs.hero is None or runs.hero.state == "finished" or metric not in CURVE_METRICS:
+        return None
+    try:
+        return nowcast_hero(runs, metric=metric).made.updated
+    except ValueError:  # the section about the nowcast says why
+        return None
+
+
+def nowcast_picture(record: Mapping[str, Any]) -> Picture:
+    """How the nowcast moved, to the outcome where there is one."""
+    outcome = record["outcome"]
+    figure = nowcast_history_figure(
+        record["registered"], record["history"], level=record["level"], outcome=outcome and outcome["measured"]
+    )
+    caption = "The hero's final loss: as registered, and as forecast again from what the hero had shown by then."
+    return Picture(svg=inline_svg(figure, "nowcast", caption), caption=caption)
 
 
 def _unit(metric: str) -> str:

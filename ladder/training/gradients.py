@@ -85,7 +85,14 @@ class Share:
     def method(self, config: RunConfig) -> MoeMethod:
         """How the routed tokens of one microbatch reach their experts."""
         replicas = self.replicas(config) // self.microbatches(config)
-        return build_method(config.transport, data_replicas=replicas, axes=self.axes, expert_devices=self.expert)
+        return build_method(
+            config.transport,
+            data_replicas=replicas,
+            axes=self.axes,
+            expert_devices=self.expert,
+            rematerialize_experts=config.execution.rematerialize_experts,
+            expert_matmul=config.execution.expert_matmul,
+        )
 
 
 WHOLE = Share()

@@ -54,6 +54,8 @@ class StepFigures(NamedTuple):
     """Where it is 0 the loss is NaN and parameters, optimizer and bias stay as they were."""
     skipped: Int[Array, ""] | None = None
     """1 where the update was left out; None where none ever is."""
+    clipped_values: Float[Array, ""] | None = None
+    """Values of rows that MXFP8 could not hold, forward, all layers; None where no row is in MXFP8."""
 
 
 TrainStep = Callable[..., tuple[TrainState, StepFigures]]
@@ -148,6 +150,7 @@ def make_train_step(
             learning_rate=learning_rate(state.step, horizon, rule),
             nonfinite=jnp.asarray(sum(added_by_group(nonfinite, layout.spread).values())),
             counted_tokens=batch.counted_tokens,
+            clipped_values=jax.tree.map(jnp.sum, batch.sums.clipped_values),
         )
         following = TrainState(layout.gather(parts), optimizer_state, bias, state.step + 1)
         if weights is not None:  # nothing to learn from where no token was counted
@@ -175,17 +178,19 @@ def make_eval_step(
     """Mean loss of each sequence: (state, tokens [batch, seq + 1]) → [batch], nats per token. Changes no state.
 
     Args:
-        dropping: through the training transport and its drops instead of dropless, on as few ranks as there are.
+        dropping: through the training transport and its drops instead of dropless, on as few ranks as there are; in the
+            microbatches of the training step, so that it needs no more memory.
     """
     if dropping:
-        replicas = share.replicas(config)
-        method = build_method(config.transport, data_replicas=replicas, axes=share.axes, expert_devices=share.expert)
+        method, parts = share.method(config), share.microbatches(config)
     else:
         dropless = dropless_config(config.model.num_experts, config.model.top_k, num_ranks=share.expert)
-        method = build_method(dropless, axes=share.axes, expert_devices=share.expert)
+        products = config.execution.expert_matmul
+        method = build_method(dropless, axes=share.axes, expert_devices=share.expert, expert_matmul=products)
+        parts = 1
     dtype = compute_dtype(config.execution)
     if share.pipe > 1:
-        return _pipeline_eval_step(config, dtype, method)
+        return _pipeline_eval_step(config, dtype, method, parts, layout)
 
     def eval_step(state: TrainState, tokens: jax.Array) -> jax.Array:
         output = forward(
@@ -200,15 +205,19 @@ def make_eval_step(
         losses, _ = token_losses(output.logits, tokens[:, 1:])
         return jnp.mean(losses, axis=-1)
 
-    return eval_step
+    def in_turn(state: TrainState, tokens: jax.Array) -> jax.Array:
+        split = tokens.reshape(parts, -1, tokens.shape[-1])
+        return jax.lax.map(partial(eval_step, state), split).reshape(-1)
+
+    return eval_step if parts == 1 else in_turn
 
 
 def _pipeline_eval_step(
-    config: RunConfig, dtype: Any, method: MoeMethod
+    config: RunConfig, dtype: Any, method: MoeMethod, parts: int, layout: Layout
 ) -> Callable[[TrainState, jax.Array], jax.Array]:
     from rungwise.ladder.mesh.pipeline_step import make_pipeline_eval  # which imports no less than this file
 
-    evaluate = make_pipeline_eval(config, dtype, method)
+    evaluate = make_pipeline_eval(config, dtype, method, parts=parts, gather=layout.gather_weights)
     return lambda state, tokens: evaluate(state.params, state.bias, tokens)
 
 

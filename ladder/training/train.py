@@ -186,7 +186,7 @@ class Trainer:
             device=self.engine.devices,
             threads=self.config.threads,
             jax=jax.__version__,
-            **({"job": job} if (job := current_job()) else {}),
+            **current_job(),
             **({"engineering": self.stop_after} if self.stop_after else {}),
         )
         if self._limits is not None:
@@ -345,6 +345,8 @@ def train_run(
     with first_alone():
         data = load_data(config, cache)
     on_first(lambda: write_run_config(make_folder(folder), config, corpus_hash=data.corpus_hash))
+    if stop_after is None:
+        Checkpoints(folder / "checkpoints").check_writable()
     with (
         records_folder(folder) as records,
         Mirror(records, tracking_uri=tracking) if is_first() else nullcontext(),

@@ -111,6 +111,7 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
 
     less = {"sender_capacity_factor": 0.8, "receiver_capacity_factor": 0.8}
     declared = {f"transport.{name}": value for name, value in less.items()}
+    forgetting = {"kind": "mixture", "expected": {"eval/*": "up"}}  # held-out text stays the old one
     skipping = ActionsConfig(skip_nonfinite=True, skip_deviations=6.0)
     return (
         Case(name="healthy", fault=False),
@@ -125,7 +126,7 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
         Case(name="capacity factors 0.8", fault=True, transport=less),
         Case(name="capacity factors 0.8, declared", fault=False, event={"kind": "transport", "change": declared}),
         Case(name="another text from here on", fault=True, other_text=True),
-        Case(name="another text from here on, declared", fault=False, other_text=True, event={"kind": "mixture"}),
+        Case(name="another text from here on, declared", fault=False, other_text=True, event=forgetting),
         Case(name="killed and resumed", fault=False, killed_at=0.25),
     )
 

@@ -157,7 +157,6 @@ def starter(
     home: Path,
     runs: tuple[str, ...] | None,
     hero: bool,
-    jobs: object | None,
 ) -> Callable[..., None]:
     """What starts the runs: `run_ladder`, or with their cooldowns after them; asks for the checkpoints they keep.
 
@@ -171,8 +170,6 @@ def starter(
         keep_runs(family, parse_shares("--keep-at", keep_at), home=home, runs=runs, hero=hero)
     if cooldowns is None:
         return run_ladder
-    if hero or jobs is not None:
-        raise ValueError(
-            "--cooldowns are branches of rungs, made here once those have trained; leave --hero and --launcher away"
-        )
+    if hero:
+        raise ValueError("--cooldowns are branches of rungs; leave --hero away, or use `ladder branch`")
     return partial(run_cooldowns, parse_cooldowns(cooldowns))

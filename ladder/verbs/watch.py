@@ -167,8 +167,9 @@ def declare(
     It is written beside the run's journal, copied to MLflow and shown in the report. With --change the run itself takes
     the new values, from that step or its next checkpoint on.
 
-    Examples: `ladder event tiny --kind mixture --step 90 --expect 'train/loss +0.03' --note 'more code'`,
-    `ladder event tiny --kind transport --change transport.name=ragged --note 'too many drops'`
+    Example: `ladder event tiny --kind mixture --step 90 --expect 'train/loss +0.03' --note 'more code'`
+
+    Example: `ladder event tiny --kind transport --change transport.name=ragged --note 'too many drops'`
     """
     from rungwise.ladder import console
     from rungwise.ladder.changing.declare import declare_event

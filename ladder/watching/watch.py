@@ -20,6 +20,7 @@ from rungwise.ladder.console import duration, log, one_line
 from rungwise.ladder.family import RunConfig
 from rungwise.ladder.home import FAMILY_FILE, family_folder, resolve_tracking, run_folder
 from rungwise.ladder.launching.status import STALE_AFTER, attempt_state, run_status
+from rungwise.ladder.nowcast import nowcast_hero
 from rungwise.ladder.predict import FamilyRuns, load_family_runs
 from rungwise.ladder.recording.journal import append_verdict
 from rungwise.ladder.recording.tracking import is_mirrored, mirror_folder
@@ -27,6 +28,7 @@ from rungwise.ladder.training.preemption import StopRun
 from rungwise.ladder.watching.delivery import Delivery
 from rungwise.ladder.watching.outbox import OUTBOX_FILE
 from rungwise.ladder.watching.receivers import load_receivers
+from rungwise.ladder.watching.watch_nowcast import LiveNowcast
 from rungwise.ladder.watching.watch_run import Told, Watch, build_monitor, mismatch
 
 EXIT_CODES: Final = {"healthy": 0, "cannot_judge": 3, "alert": 10}
@@ -47,6 +49,8 @@ class Verdict:
     """`pending` and `given_up`: what has not reached its receivers, as texts."""
     told: tuple[Told, ...] = ()
     """Of a replay: every change of an alert, in the order it would have come."""
+    nowcast: Mapping[str, Any] | None = None
+    """The final loss as forecast now (`HeroNowcast.to_dict`), where it can be; no state rests on it."""
 
     def to_dict(self) -> dict[str, Any]:
         """The object `ladder watch --json` prints."""
@@ -58,6 +62,7 @@ class Verdict:
             "alerts": [alert.to_dict() for alert in self.alerts],
             "remarks": list(self.remarks),
             "deliveries": dict(self.deliveries),
+            "nowcast": self.nowcast,
             **({"told": told} if told else {}),
         }
 
@@ -112,7 +117,7 @@ def replay_run(
 ) -> Verdict:
     """Judges a run from its first record as if it were live: when each change would have come. Writes nothing."""
     tail = _tail(runs, [run, *continued], home=home, tracking=tracking)
-    watch = Watch(run, build_monitor(runs, run), tail, quiet=True)
+    watch = Watch(run, build_monitor(runs, run), tail, nowcast=LiveNowcast.of(runs, run), quiet=True)
     watch.catch_up()
     verdict = _verdict(runs, run, watch, None)
     return replace(verdict, told=tuple(watch.told))
@@ -127,7 +132,11 @@ def judge_loaded(runs: FamilyRuns, run: str) -> Verdict:
     monitor.extend(judged.trajectory)
     step = int(judged.trajectory.frame["step"].to_numpy().max(initial=0))
     remarks = (*_remarks(runs, run, judged), *judged.notes)
-    return Verdict(run=run, step=step, state=monitor.state, alerts=tuple(monitor.alerts), remarks=remarks)
+    nowcast = None
+    with suppress(ValueError):  # what there is to say against one, `ladder forecast --nowcast` says
+        nowcast = nowcast_hero(runs).to_dict() if run == runs.plan["hero"]["name"] else None
+    alerts = tuple(monitor.alerts)
+    return Verdict(run=run, step=step, state=monitor.state, alerts=alerts, remarks=remarks, nowcast=nowcast)
 
 
 def open_watch(
@@ -144,7 +153,8 @@ def open_watch(
     written = state if here or receivers or (state / OUTBOX_FILE).exists() else None
     if written is not None:
         written.mkdir(parents=True, exist_ok=True)
-    return Watch(run, build_monitor(runs, run), tail, folder=written, delivery=delivery), delivery
+    nowcast = LiveNowcast.of(runs, run)
+    return Watch(run, build_monitor(runs, run), tail, folder=written, delivery=delivery, nowcast=nowcast), delivery
 
 
 def state_folder(family: str, run: str, *, home: Path) -> Path:
@@ -248,6 +258,8 @@ def _look(watch: Watch, state: Callable[[], tuple[str, str | None]], *, first: b
         return "unknown", str(error)
     watch.tick(time.time())
     watch.finish() if first else watch.settle()
+    if watch.nowcast is not None and (news := watch.nowcast.news()) is not None:
+        log(news)
     return state()
 
 
@@ -334,9 +346,15 @@ def make_verdict(watch: Watch, delivery: Delivery | None, remarks: Iterable[str]
     said = [*remarks, *(f"delivery given up: {text}" for text in given_up)]
     if waiting := deliveries.get("pending"):
         said.append(f"{len(waiting)} message(s) still on their way: {', '.join(waiting)}")
-    alerts = tuple(monitor.alerts)
+    current = None if watch.nowcast is None else watch.nowcast.current()
     return Verdict(
-        run=watch.name, step=watch.step, state=state, alerts=alerts, remarks=tuple(said), deliveries=deliveries
+        run=watch.name,
+        step=watch.step,
+        state=state,
+        alerts=tuple(monitor.alerts),
+        remarks=tuple(said),
+        deliveries=deliveries,
+        nowcast=None if current is None else current.to_dict(),
     )
 
 

@@ -23,6 +23,7 @@ from rungwise.ladder.console import duration, log
 from rungwise.ladder.predict import FamilyRuns
 from rungwise.ladder.watching.alert_file import AlertFile
 from rungwise.ladder.watching.delivery import Delivery
+from rungwise.ladder.watching.watch_nowcast import LiveNowcast
 
 _CHUNK: Final = 1000
 SKEW_S: Final = 120.0
@@ -44,6 +45,7 @@ class Watch:
         name: of the run, as people read it.
         folder: where `alerts.jsonl` is read and written; None writes nothing.
         delivery: who else hears of it.
+        nowcast: kept up with the records, for whoever asks.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class Watch:
         *,
         folder: Path | None = None,
         delivery: Delivery | None = None,
+        nowcast: LiveNowcast | None = None,
         quiet: bool = False,
     ) -> None:
         self.name, self.monitor, self.step = name, monitor, 0
+        self.nowcast = nowcast
         self.attempt: list[Mapping[str, Any]] = []
         """First and last record of the last attempt."""
         self.told: list[Told] = []
@@ -155,6 +159,8 @@ class Watch:
             yield f"the run has no metric {name!r}, though one of ours is mapped to it"
 
     def _take(self, record: Mapping[str, Any]) -> None:
+        if self.nowcast is not None:
+            self.nowcast.take(record)
         if record["kind"] == "attempt":
             silent = self.monitor.tick(record["time"], ended=self.ended == "finished")
             self._note(silent, record["time"])
@@ -193,6 +199,8 @@ class Watch:
         """Changes declared and alerts acknowledged since the last call."""
         for event in self._tail.new_events():
             self.monitor.add_event(event)
+            if self.nowcast is not None:
+                self.nowcast.declare(event)
             self.num_successors += event.get("forecast") is not None
         for entry in self._said.new() if self._said is not None else ():
             if entry["kind"] == "acknowledgement":

@@ -288,6 +288,56 @@ def test_shapes_come_from_rungs_of_the_targets_ratio():
         forecast_curve(alike, {**target, "tokens": 800.0}, final=final)
 
 
+def two_ratios(bend: float) -> tuple[pd.DataFrame, dict[str, float]]:
+    """Five sizes at 20 and at 100 tokens a parameter, and a target of 20; `bend` lifts the others with size."""
+    tables = []
+    for ratio in (20.0, 100.0):
+        for size in (1e8, 2e8, 4e8, 8e8, 1.6e9):
+            progress = np.linspace(0.05, 1.0, 30)
+            lifted = 1.0 + bend * math.log(size / 1e8) * (ratio > 50)
+            final = (1.6 + 300.0 * size**-0.3 + 600.0 * (ratio * size) ** -0.3) * lifted
+            loss = final * (1.0 + 0.1 * (progress**-0.4 - 1.0))
+            run = {"run": f"{size:g}-{ratio:g}", "num_params": size, "tokens": ratio * size}
+            tables.append(pd.DataFrame({**run, "flops": 6 * size**2 * ratio, "progress": progress, "loss": loss}))
+    return pd.concat(tables), {"num_params": 4e9, "tokens": 8e10, "flops": 6 * 4e9 * 8e10}
+
+
+def test_end_averages_the_law_over_all_runs_and_that_through_the_targets_ratio_by_their_misses():
+    """What both miss on the top runs held out, by the public forecast; and what parts them widens the interval."""
+    rungs, target = two_ratios(bend=0.01)
+    ends: Any = rungs[rungs["progress"] == 1.0].drop(columns="progress")
+    same: Any = ends[ends["tokens"] < 50 * ends["num_params"]]
+    wide, alone = forecast_final(ends, target), forecast_final(same, target)
+    misses = []
+    for top in ends[ends["num_params"] == 1.6e9].to_dict("records"):
+        below = ends[ends["num_params"] < 1.6e9]
+        alike = below[np.isclose(below["tokens"] / below["num_params"], top["tokens"] / top["num_params"])]
+        by = {key: top[key] for key in ("num_params", "tokens", "flops")}
+        misses.append([abs(math.log(forecast_final(rows, by).point / top["loss"])) for rows in (below, alike)])
+    votes = (np.mean(misses, axis=0) + 0.001) ** -2.0
+    share = votes[1] / votes.sum()
+    assert 0.05 < share < 0.95
+    end = forecast_curve(rungs, target).iloc[-1]
+    apart = math.log(alone.point / wide.point)
+    assert abs(apart) > 0.002
+    assert math.log(end["loss"] / wide.point) == pytest.approx(share * apart, abs=1e-4)
+    halves = [0.5 * math.log(each.high / each.low) for each in (wide, alone) if each.high and each.low]
+    doubt = 2.3533634 * math.sqrt(share * (1.0 - share)) * apart  # Student's t of three degrees: five rungs
+    expected = math.hypot((1.0 - share) * halves[0] + share * halves[1], doubt)
+    assert 0.5 * math.log(end["high"] / end["low"]) == pytest.approx(expected, rel=0.01)
+
+
+def test_end_is_nearer_where_no_law_knows_how_sizes_and_tokens_trade():
+    """Overtrained runs that fall less with size than any law has it draw the law over all runs away."""
+    rungs, target = two_ratios(bend=0.02)
+    truth = 1.6 + 300.0 * 4e9**-0.3 + 600.0 * 8e10**-0.3
+    ends: Any = rungs[rungs["progress"] == 1.0].drop(columns="progress")
+    wide = forecast_final(ends, target)
+    table = forecast_curve(rungs, target)
+    assert abs(math.log(table["loss"].iloc[-1] / truth)) < 0.7 * abs(math.log(wide.point / truth))
+    assert table["low"].iloc[-1] < truth < table["high"].iloc[-1]
+
+
 def test_curve_forecast_refuses_bad_input(ladder, hero, curves):
     table = curves(ladder(), "eval/loss")
     with pytest.raises(ValueError, match="must lie within"):

@@ -231,3 +231,41 @@ def test_alert_names_the_event_before_it_its_carrier_and_how_the_ladder_fared():
     assert "finished at loss 2.4960" in alert.precedent
     (lone,) = [alert for alert in replay(hero, peers=rungs.loc[rungs["run"] == "large"]) if alert.rule == "loss_spike"]
     assert lone.precedent == "none of 1 rungs had this in its own past"
+
+
+def forgetting(evaluations: int = 60, *, at: int = 30, rise: float = 0.08) -> pd.DataFrame:
+    """Training goes on with another text from evaluation `at` on: the loss on the old one rises by `rise`, in all of 12
+    evaluations, and stays there."""
+    rng = np.random.default_rng(3)
+    index = np.arange(evaluations)
+    lost = rise * (1.0 - np.exp(-np.maximum(index - at, 0) / 4.0))
+    old = 2.8 - 0.1 * np.minimum(index, at) / at + lost + 0.002 * rng.standard_normal(evaluations)
+    return pd.DataFrame({"step": 10 * index, "eval/loss": old + 0.2 * lost, "eval/books/loss": old})
+
+
+@pytest.mark.parametrize("metric", ["eval/loss", "eval/*", "eval/books/loss"])
+def test_declared_forgetting_moves_the_best_that_evaluation_is_held_against(metric: str):
+    change = {"step": 300, "kind": "mixture"}
+    undeclared = replay(forgetting(), events=[change])
+    assert "eval_drift" in rules(undeclared)
+    assert "eval_drift" not in rules(replay(forgetting(), events=[change | {"expected": {metric: "up"}}]))
+
+
+def test_rise_after_a_declared_change_has_settled_is_found_again():
+    change = {"step": 300, "kind": "mixture", "expected": {"eval/*": "up"}}
+    table = forgetting(90)
+    late = np.arange(90) >= 60
+    table.loc[late, ["eval/loss", "eval/books/loss"]] += 0.12
+    found = [alert.step for alert in replay(table, events=[change]) if alert.rule == "eval_drift"]
+    assert found
+    assert 600 <= found[0] <= 640
+
+
+def test_effect_on_a_subset_is_one_on_the_mean():
+    change = Change.of({"step": 3, "kind": "mixture", "expected": {"eval/books/loss": "up 0.03"}})
+    assert change.moves("eval/loss")
+    assert change.allows_rise("eval/loss")
+    assert not change.moves("eval/code/loss")
+    both = {"eval/books/loss": "up", "eval/code/loss": "down"}
+    assert Change.of({"step": 3, "kind": "mixture", "expected": both}).effect("eval/loss") == Effect(direction="either")
+    assert not Change.of({"step": 3, "kind": "mixture", "expected": {"eval/books/loss": "none"}}).moves("eval/loss")

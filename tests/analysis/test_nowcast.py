@@ -9,7 +9,11 @@ import pandas as pd
 import pytest
 from scipy import special
 
-from rungwise.analysis.nowcast import nowcast
+from rungwise.analysis.benchmarks.trajectory import marin
+from rungwise.analysis.curves import forecast_curve
+from rungwise.analysis.fitting.laws import PowerLaw
+from rungwise.analysis.forecast import Forecast, forecast_final
+from rungwise.analysis.nowcast import nowcast, nowcast_forecast, nowcast_history, worth_in_compute
 from rungwise.analysis.whole_curves.bands import CurveError
 
 PROGRESS = np.geomspace(0.02, 1.0, 60)
@@ -83,7 +87,7 @@ def test_registered_curve_stays_as_it_was():
     pd.testing.assert_frame_equal(curve, before)
     assert updated.registered is curve
     assert updated.updated["progress"].iloc[0] == pytest.approx(0.3, abs=0.03)
-    assert set(updated.to_dict()) == {"progress", "final", "registered", "surprise", "level"}
+    assert set(updated.to_dict()) == {"progress", "final", "registered", "width_ratio", "surprise", "level"}
     assert np.all(np.diff(updated.updated["loss"]) <= 1e-12)
 
 
@@ -115,3 +119,80 @@ def test_level_of_the_registered_band_is_read_from_its_quantile():
     halves = [math.log(each.final["high"] / each.final["loss"]) for each in (wide, narrow)]
     assert halves[0] / halves[1] == pytest.approx(quantiles, rel=1e-6)
     assert wide.final["loss"] == pytest.approx(narrow.final["loss"], rel=1e-9)
+
+
+LAW = PowerLaw(1.5, 40.0, 0.1)
+
+
+def planted_forecast(count: int = 4) -> Forecast:
+    """Of a ladder on a planted law, with the registered curve of this file brought to its end."""
+    flops = np.geomspace(1e17, 1e19, count)
+    points = [{"run": f"r{c:g}", "flops": c, "loss": float(LAW.value(c))} for c in flops]
+    forecast = forecast_final(points, {"flops": 1e21, "steps": 1000})
+    curve = registered()
+    columns = [name for name in curve if name != "progress"]
+    return forecast.with_curve(curve.assign(**{name: curve[name] * forecast.point / 2.0 for name in columns}))
+
+
+def test_nowcast_of_a_forecast_takes_level_and_degrees_from_it():
+    """A band from six rungs has four degrees of freedom; one from three has one."""
+    _, rows = next(heroes(1, seed=3))
+    for count, degrees in ((3, 1.0), (4, 2.0), (6, 4.0)):
+        forecast = planted_forecast(count)
+        rows_here = rows.assign(loss=rows["loss"] * forecast.point / 2.0)
+        made = nowcast_forecast(forecast, rows_here)
+        curve = forecast.curve_table(forecast.metric)
+        assert curve is not None
+        assert made.final == nowcast(curve, rows_here, degrees=degrees).final
+    with pytest.raises(ValueError, match=r"no curve of eval/loss to update; its curves are: loss"):
+        nowcast_forecast(forecast, rows, metric="eval/loss")
+
+
+def test_history_is_what_each_part_alone_would_have_said():
+    forecast, (_, rows) = planted_forecast(), next(heroes(1, seed=4))
+    rows = rows[rows["progress"] <= 0.65].sample(frac=1.0, random_state=0)
+    made = nowcast_history(forecast, rows)
+    assert [each.progress for each in made] == pytest.approx([0.1, 0.2, 0.4, 0.6], abs=0.02)
+    for each in made:
+        assert each.final == nowcast_forecast(forecast, rows[rows["progress"] <= each.progress]).final
+    sparse = pd.DataFrame({"progress": [0.01, 0.05, 0.3], "loss": [3.0, 3.0, 2.5]})
+    nothing: Any = sparse[:0]
+    assert [each.progress for each in nowcast_history(forecast, sparse)] == [0.05]
+    assert nowcast_history(forecast, nothing) == []
+
+
+def test_change_is_worth_the_compute_at_which_the_law_has_it():
+    """The planted law itself says what each loss costs; a loss under every floor is worth no compute."""
+    forecast = planted_forecast()
+    law = PowerLaw(*(forecast.laws[0][key] for key in ("floor", "amplitude", "exponent")))
+    at_hero = float(law.value(1e21))
+    for times in (0.5, 0.9, 1.3, 4.0):
+        loss = forecast.point + float(law.value(times * 1e21)) - at_hero
+        worth = worth_in_compute(forecast, loss)
+        assert worth["compute_factor"] == pytest.approx(times, rel=0.02)
+        low, high = worth["compute_factor_low"], worth["compute_factor_high"]
+        assert low is not None
+        assert high is not None
+        assert low < high
+        assert (high < 1.0) if times < 1 else (low > 1.0)
+    assert set(worth_in_compute(forecast, forecast.point).values()) == {1.0}
+    assert worth_in_compute(forecast, 0.5 * law.floor)["compute_factor"] is None
+
+
+@pytest.mark.slow
+def test_nowcast_of_the_reference_hero_holds_what_came(reference_data):
+    """From 10 and 20 % on, 40 % as measured, and the end as defensible choices have it, lie in the intervals."""
+    case = marin(reference_data)
+    curve = forecast_curve(case.rungs, case.target)
+    measured = float(np.exp(np.interp(math.log(0.399), np.log(case.truth["progress"]), np.log(case.truth["loss"]))))
+    widths = []
+    for now in (0.1, 0.2, 0.4):
+        seen: Any = case.truth[case.truth["progress"] <= now]
+        made = nowcast(curve, seen, degrees=curve.attrs["degrees"])
+        assert made.final["low"] < 2.016
+        assert made.final["high"] > 2.039
+        widths.append(made.width_ratio)
+        if now < 0.4:
+            low, high = (np.interp(0.4, made.updated["progress"], made.updated[key]) for key in ("low", "high"))
+            assert low < measured < high
+    assert widths[2] < widths[0] < 1.0

@@ -25,7 +25,7 @@ def test_tour_runs_on_a_finished_ladder(
     tour = nbformat.read(TOUR, 4)
     NotebookClient(tour, resources={"metadata": {"path": str(tracked_home)}}).execute()
     outputs = [output for cell in tour.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 6
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 7
     assert not any(output.get("name") == "stderr" for output in outputs)
     assert str(tracked_home) not in nbformat.writes(tour)
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from rungwise.analysis.reading.store import find_attempts, find_experiment, open_client
 from rungwise.analysis.source import load_run
-from rungwise.ladder.family import load_family
-from rungwise.ladder.launching.slurm import JobOptions, job_script
+from rungwise.analysis.vocabulary import TAG_JOB, TAG_LOG
+from rungwise.ladder.home import resolve_tracking
+from rungwise.ladder.launching.slurm import JobOptions, Task, cancel_jobs, job_script
 from rungwise.ladder.launching.status import family_status
+from rungwise.ladder.recording.tracking import is_mirrored
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
@@ -106,6 +109,57 @@ def _run(mini: Path, home: Path, run: str) -> dict[str, Any]:
     return next(found for found in family_status(str(mini), home=home)["runs"] if found["run"] == run)
 
 
+def test_cooldowns_wait_for_their_run_and_are_jobs_of_their_own(slurm: Path, mini: Path, tmp_path: Path):
+    home = tmp_path / "home"
+    folder = home / "mini"
+    first, second = "d32-cooldown40", "d32-cooldown20to60"
+    words = ("run", str(mini), "--launcher", "slurm", "--rung", "d32", "--cooldowns", "0.4,0.2-0.6", "--sbatch", "hold")
+    shown = _ladder(*words, "--json", home=home)  # held: nothing moves until it is let go
+    jobs = {run["run"]: run["job"] for run in shown["runs"] if run["state"] == "queued"}
+    assert set(jobs) == {"d32", first, second}
+    assert f"{second}: job {jobs[second]}" in _ladder("cancel", str(mini), "--rung", second, home=home)
+    assert _run(mini, home, second)["state"] == "not started"
+    again = _ladder(*words, "--json", home=home)
+    renewed = {run["run"]: run["job"] for run in again["runs"] if run["state"] == "queued"}
+    assert renewed == {**jobs, second: renewed[second]}
+    assert renewed[second] != jobs[second]
+
+    for job in (renewed[first], renewed[second], renewed["d32"]):
+        assert "Dependency=afterok" in _scontrol("show", "job", job) or job == jobs["d32"]
+        _scontrol("release", job)
+    places, store = [folder / "runs" / name for name in renewed], resolve_tracking(home)
+    _wait(lambda: all(is_mirrored(place, store) for place in places), what="the branches' ends", logs=folder / "jobs")
+    assert {run["state"] for run in family_status(str(mini), home=home)["runs"] if run["run"] in renewed} == {"done"}
+    parent = load_run(folder / "runs" / "d32")
+    for name, start in ((first, 0.4), (second, 0.2)):
+        record = load_run(folder / "runs" / name)
+        steps = record.trajectory.frame["step"].tolist()
+        assert steps == list(range(round(start * parent.plan["steps"]) + 1, record.plan["steps"] + 1))
+    client = open_client(store)
+    (attempt,) = find_attempts(client, find_experiment(client, "mini") or "", f"mini/{second}")
+    assert attempt.data.tags[TAG_JOB] == renewed[second]
+    assert Path(attempt.data.tags[TAG_LOG]) == folder / "jobs" / f"d32-cooldowns-{renewed[second]}.log"
+
+
+def test_ending_a_run_ends_the_cooldowns_that_wait_for_it(slurm: Path, mini: Path, tmp_path: Path):
+    home = tmp_path / "home"
+    words = ("run", str(mini), "--launcher", "slurm", "--cooldowns", "0.4", "--sbatch", "hold")
+    shown = _ladder(*words, "--json", home=home)
+    assert sum(run["state"] == "queued" for run in shown["runs"]) == 6
+    ended = {job.run: job.job for job in cancel_jobs(home / "mini", ["d32-seed1"])}
+    assert set(ended) == {"d32-seed1", "d32-seed1-cooldown40"}
+    left = family_status(str(mini), home=home)["runs"]
+    assert {run["run"] for run in left if run["job"]} == {"d32", "d48", "d32-cooldown40", "d48-cooldown40"}
+    (lost,) = (run for run in left if run["run"] == "d32-seed1")
+    log = home / "mini" / "jobs" / f"d32-{ended['d32-seed1']}.log"
+    assert lost["reason"].endswith(f"run it again (log: {log})")
+    assert len(cancel_jobs(home / "mini")) == 4
+
+
+def _scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True).stdout
+
+
 def test_a_waiting_job_is_shown_and_cancelled(slurm: Path, mini: Path, tmp_path: Path):
     home = tmp_path / "home"
     words = ("run", str(mini), "--launcher", "slurm", "--sbatch", "begin=now+1hour", "--rung", "d48")
@@ -132,23 +186,26 @@ def test_what_slurm_refuses_is_one_line_and_exit_code_2(slurm: Path, mini: Path,
 
 
 def test_a_job_script_is_a_bash_script_that_names_every_run(mini: Path, tmp_path: Path):
-    runs = [run for run in load_family(str(mini)).rung_runs if run.rung == "d32"]
-    text = job_script(runs, home=tmp_path / "a home", options=JobOptions(processes=2, run_options=("--mesh", "data=2")))
+    tasks = [Task(run=run, words=("--rung", run)) for run in ("d32", "d32-seed1")]
+    options = JobOptions(processes=2, run_options=("--mesh", "data=2"))
+    text = job_script(tasks, family=tmp_path / "a home" / "mini", name="d32", options=options)
     script = tmp_path / "job.sh"
     script.write_text(text)
     subprocess.run(["bash", "-n", str(script)], check=True)
     stubs = tmp_path / "bin"
     stubs.mkdir()
-    for name, body in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "echo node7")):
+    for name, body in (("srun", 'printf "%s\\n" "$RUNGWISE_LOG" "$@"'), ("scontrol", "echo node7")):
         (stubs / name).write_text(f"#!/bin/bash\n{body}\n")
         (stubs / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{stubs}:{os.environ['PATH']}",
+        "SLURM_ARRAY_JOB_ID": "8",
         "SLURM_ARRAY_TASK_ID": "1",
         "SLURM_JOB_ID": "9",
     }
     said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
-    words = said.splitlines()
+    log, *words = said.splitlines()
+    assert log == str(tmp_path / "a home" / "mini" / "jobs" / "d32-8_1.log")
     assert words[words.index("--rung") + 1] == "d32-seed1"
     assert words[words.index("--home") + 1] == str(tmp_path / "a home")
     assert words[-2:] == ["--mesh", "data=2"]

@@ -114,21 +114,69 @@ def test_metric_that_ends_with_a_declared_transport_is_not_missed():
     assert replay(table, events=[{"step": 150, "kind": "transport"}]) == []
 
 
-@pytest.mark.parametrize(("rows", "found"), [(8, False), (200, True)])
-def test_throughput_that_stays_down_alerts_and_a_hiccup_does_not(rows: int, found: bool):
-    rng = np.random.default_rng(0)
-    step = np.arange(600)
-    rate = 1e6 * np.exp(0.02 * rng.standard_normal(600)) * np.where((step >= 300) & (step < 300 + rows), 0.6, 1.0)
-    table = pd.DataFrame(
-        {"step": step, "time": np.cumsum(1e7 / rate), "train/loss": 3.0, "perf/tokens_per_second": rate}
+def rated(rate: np.ndarray) -> pd.DataFrame:
+    """A run of 10 million tokens a step at these tokens a second."""
+    return pd.DataFrame(
+        {"step": np.arange(len(rate)), "time": np.cumsum(1e7 / rate), "train/loss": 3.0, "perf/tokens_per_second": rate}
     )
-    alerts = replay(table)
+
+
+def noise(rows: int) -> np.ndarray:
+    return np.exp(0.02 * np.random.default_rng(0).standard_normal(rows))
+
+
+@pytest.mark.parametrize(("rows", "found"), [(8, False), (300, True)])
+def test_throughput_that_stays_down_alerts_and_a_hiccup_does_not(rows: int, found: bool):
+    step = np.arange(700)
+    alerts = replay(rated(1e6 * noise(700) * np.where((step >= 300) & (step < 300 + rows), 0.6, 1.0)))
     assert rules(alerts) == (["throughput"] if found else [])
     if found:
-        assert alerts[0].step - 300 <= 45  # 300 s, a row taking 17
+        assert alerts[0].step - 300 <= 45  # 200 s of work lost at 0.4 of 17 s a row, and half of 20 rows
         assert "% under the usual" in alerts[0].explanation
         assert 0.37 <= float(alerts[0].explanation.split(", ")[1].split("%")[0]) / 100 <= 0.43
         assert alerts[0].state == "resolved"
+
+
+@pytest.mark.parametrize(("minutes", "found"), [(8, False), (45, True)])
+def test_small_loss_of_throughput_must_last(minutes: int, found: bool):
+    """18 % under, as another job on the machine takes for a while: 12 s a row."""
+    step = np.arange(700)
+    rate = 1e6 * noise(700) * np.where((step >= 300) & (step < 300 + 5 * minutes), 0.82, 1.0)
+    alerts = replay(rated(rate))
+    assert rules(alerts) == (["throughput"] if found else [])
+    if found:
+        assert 900.0 <= 12.2 * (alerts[0].step - 300) <= 1500.0
+
+
+@pytest.mark.parametrize(("last", "found"), [(80, False), (250, True)])
+def test_slow_spells_a_run_has_had_before_are_no_news(last: int, found: bool):
+    """A backup every 400 rows takes 40 % for 25 rows, short of an alert; the last one must cost far more to be one."""
+    step = np.arange(2000)
+    slow = (step % 400 >= 300) & (step % 400 < 325)
+    slow[1900:] = False
+    usual = rated(1e6 * noise(2000) * np.where(slow, 0.6, 1.0))
+    assert replay(usual) == []
+    slow[1700 : 1700 + last] = True
+    pace = np.where(slow, np.where(step >= 1700, 0.8, 0.6), 1.0)
+    assert rules(replay(rated(1e6 * noise(2000) * pace))) == (["throughput"] if found else [])
+
+
+def test_wandering_throughput_is_judged_by_its_own_wandering():
+    """A shared machine: the rate goes up and down by a fourth, once in 377 rows; the first ebb may be news."""
+    step = np.arange(3000)
+    wander = np.exp(0.25 * np.sin(step / 60.0))
+    assert [alert.step for alert in replay(rated(1e6 * noise(3000) * wander)) if alert.step > 377] == []
+    late = replay(rated(1e6 * noise(3000) * wander * np.where(step >= 2000, 0.4, 1.0)))
+    assert [alert.rule for alert in late if alert.step > 377] == ["throughput"]
+
+
+def test_pause_between_two_attempts_is_no_slow_row():
+    """Slow for 20 rows before it was killed, fast for the rest; it came back a day later."""
+    step = np.arange(600)
+    table = rated(1e6 * noise(600) * np.where((step >= 280) & (step < 300), 0.6, 1.0))
+    table["attempt"] = np.where(step < 300, 1, 2)
+    table.loc[step >= 300, "time"] += 86400.0
+    assert "throughput" not in rules(replay(table))
 
 
 def test_throughput_is_taken_from_tokens_where_it_is_not_logged():

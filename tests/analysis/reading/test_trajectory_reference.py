@@ -44,12 +44,12 @@ def test_largest_run_from_the_smallest(reference_data: Path, task: str, smallest
     assert not score["rises"]
 
 
-@pytest.mark.parametrize(("multiple", "error"), [("1xC", 1.6), ("2xC", 0.7), ("5xC", 0.18), ("10xC", 0.35)])
+@pytest.mark.parametrize(("multiple", "error"), [("1xC", 1.2), ("2xC", 0.6), ("5xC", 0.4), ("10xC", 0.35)])
 def test_olmo_3b_from_its_ladder(reference_data: Path, multiple: str, error: float):
-    """1x and 2x: every law here forecasts the end of 3B too low by 0.4 to 1.2 %; the band must say so."""
+    """Every law here forecasts the end of 3B too low, by up to 1.3 %; the band must say so."""
     score = curve_score(olmo(reference_data, multiple))
     assert score["error %"] <= error
-    assert score["in band"] >= 0.8
+    assert score["in band"] >= 0.95
     assert score["in simultaneous band"]
 
 
@@ -99,6 +99,7 @@ def test_gradient_norm_is_forecast_better_than_by_copying_the_next_smaller(refer
     scores: Any = grad_norm_scores(reference_data)
     assert np.all(scores["ours %"] < scores["copy %"])
     assert np.average(scores["ours %"] / scores["copy %"], weights=scores["runs held out"]) < 0.92
+    assert scores["largest: ours %"].mean() < scores["largest: copy %"].mean()
     assert np.average(scores["in band"], weights=scores["runs held out"]) >= 0.88
 
 

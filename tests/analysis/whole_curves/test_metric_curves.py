@@ -110,6 +110,26 @@ def test_metric_forecast_uses_parameters_among_runs_of_one_compute():
     assert np.abs(np.log(forecast["value"] / grad_norm(5.0)[8:])).mean() < 0.12
 
 
+def test_metric_forecast_hardly_believes_a_trend_of_runs_of_nearly_one_size():
+    """Ten runs within 20 % of each other in size, 10 % apart by luck: a line through them says anything."""
+    missed = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        tables = [table(f"r{k}", 5.0 + 0.02 * k, rng) for k in range(10)]
+        forecast = forecast_metric(pd.concat(tables), {"flops": np.exp(6.3)}, METRIC, progress=AT)
+        missed.append(np.abs(np.log(forecast["value"] / np.interp(AT, PROGRESS, grad_norm(6.3)))).mean())
+    assert np.mean(missed) < 0.17
+
+
+def test_metric_forecast_follows_a_trend_that_the_rungs_span():
+    """Four rungs over four e-folds, no luck: nearly the whole step to a target one further."""
+    rng = np.random.default_rng(6)
+    tables = [table(f"r{k}", float(k), rng, spread=0.0) for k in range(4)]
+    forecast = forecast_metric(pd.concat(tables), {"flops": np.exp(4.0)}, METRIC, progress=AT)
+    steps = np.log([forecast["value"].mean() / grad_norm(3.0).mean(), grad_norm(4.0).mean() / grad_norm(3.0).mean()])
+    assert steps[0] > 0.6 * steps[1] > 0.0
+
+
 def test_metric_forecast_refuses_bad_input():
     rng = np.random.default_rng(5)
     tables: Any = pd.concat([table(f"r{k}", float(k), rng) for k in range(3)])

@@ -40,16 +40,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "adamw"},
         "model": {"balance": "auxiliary_loss", "balance_loss_weight": 0.1},
     },
+    "waves": {
+        "transport": {"num_waves": 2},
+        "execution": {"microbatches": 2, "rematerialize_experts": True},
+    },
+    "dropless": {
+        "transport": {"name": "dropless"},
+        "optimizer": {"epsilon": 1e-2},  # its sums over ranks round most
+        "model": {"quantile_estimator": "topk"},
+    },
 }
 
 CASES = (
     ("pooled", "data=4,expert=2,optimizer=sharded", AxisType.Auto),
     ("pooled", "data=2,expert=2,weights=sharded", AxisType.Auto),
+    ("waves", "expert=8", AxisType.Auto),
+    ("dropless", "data=2,expert=4", AxisType.Auto),
+    ("pooled", "data=2,expert=2,pipe=2,weights=sharded,optimizer=sharded", AxisType.Auto),
     ("pooled", "expert=8", AxisType.Explicit),
     ("ragged", "data=2,expert=4,optimizer=sharded", AxisType.Auto),
     ("cell", "data=4,expert=2,optimizer=sharded,offload=optimizer", AxisType.Auto),
 )
-IN_TESTS = 2
+IN_TESTS = 3
 """Cases of the test; `mesh_child.py all` goes through all of them.
 
 Eight ranks hold the experts of each of four replicas, so a device has one or several of both."""
@@ -72,8 +84,8 @@ def run_config(variant: str, mesh: str = "") -> RunConfig:
         sequences_per_rank=1,
         steps=20,
         execution=rung.execution.replace(**changes.get("execution", {})),
-        optimizer=rung.optimizer.replace(epsilon=1e-3, **changes.get("optimizer", {})),  # else Adam turns rounding of
-        # gradients near zero into whole steps
+        optimizer=rung.optimizer.replace(**{"epsilon": 1e-3, **changes.get("optimizer", {})}),  # else Adam turns
+        # rounding of gradients near zero into whole steps
         mesh=MeshConfig().changed(mesh),
     )
 
@@ -123,6 +135,13 @@ def check_restore(whole: Engine, tree: Any, config: RunConfig, folder: str) -> b
     return all(jax.tree.leaves(same))
 
 
+def evaluation_error(*runs: tuple[Engine, dict[str, Any]], config: RunConfig, dropping: bool = False) -> float:
+    """Largest difference of losses: without drops of an odd number of windows, with them of a whole batch."""
+    windows = batches()[0] if dropping else batches()[0][:6]
+    losses = [engine.eval_step(config, dropping=dropping)(run["placed"], windows) for engine, run in runs]
+    return largest_error(*losses)["error"]
+
+
 def main() -> None:
     """All cases of a variant against its one run on one device."""
     transformer.MAX_UNROLLED_LAYERS = 0  # one layer to compile instead of all
@@ -140,13 +159,14 @@ def main() -> None:
         result: dict[str, Any] = {"variant": variant, "mesh": mesh, "same_counters": counters(got) == counters(want)}
         result["dropped"] = float(np.max(got["figures"][0].layers.drop_fraction))
         result |= largest_error((got["figures"], got["state"]), (want["figures"], want["state"]))
+        if variant == "waves":
+            result["all_to_alls"] = len(re.findall(r" all-to-all(?:-start)?\(", got["step"].compiled.as_text()))
+            result["dropping"] = evaluation_error((engine, got), (one, want), config=config, dropping=True)
         if mesh == "data=4,expert=2,optimizer=sharded":
             result["reduce_scatters"] = len(re.findall(r" reduce-scatter(?:-start)?\(", got["step"].compiled.as_text()))
             with tempfile.TemporaryDirectory() as folder:
                 result["restored"] = check_restore(one, got["state"], config, folder)
-            runs = ((engine, got), (one, want))
-            losses = [where.eval_step(config)(run["placed"], batches()[0][:6]) for where, run in runs]
-            result["evaluation"] = largest_error(*losses)["error"]
+            result["evaluation"] = evaluation_error((engine, got), (one, want), config=config)
         results.append(result)
     print(json.dumps(results))
 

@@ -133,12 +133,13 @@ def compare(config: RunConfig) -> dict[str, Any]:
 CASES: dict[str, RunConfig] = {
     "all_axes": run_config({"data": 2, "expert": 2, "pipe": 2, "optimizer": "sharded"}, 2),
     "gpipe": run_config({"pipe": 4, "pipe_schedule": "gpipe"}, 2),
+    "sharded_weights": run_config({"data": 2, "expert": 2, "pipe": 2, "weights": "sharded"}, 2),
     "two_stages": run_config({"pipe": 2}, 4),
     "four_stages": run_config({"pipe": 4}, 2),
     "interleaved": run_config({"pipe": 2, "pipe_chunks": 2}, 2),
     "room_for_the_head": run_config({"pipe": 2, "pipe_schedule": "gpipe", "pipe_head_layers": 3}, 4),
 }
-"""The first two hold every part once; the others cost as much again and are run by name."""
+"""The first three hold every part once; the others cost as much again and are run by name."""
 
 
 def main() -> None:

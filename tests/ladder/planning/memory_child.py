@@ -36,6 +36,10 @@ EXPERTS_WEIGH: dict[str, Any] = {"seq_len": 32, "window": 16, "num_experts": 64,
 """Few tokens and many experts: the update needs most."""
 
 
+WIDE_EXPERTS: dict[str, Any] = {"model": {"num_experts": 16, "expert_dim": 256}, "sequences_per_rank": 16}
+"""What experts compute weighs most; four of them a rank."""
+
+
 def variant(
     *,
     model: dict[str, Any] | None = None,
@@ -81,6 +85,16 @@ CASES: dict[str, dict[str, Any]] = {
     "ragged": {"mesh": "data=2,expert=4", "transport": _RAGGED},
     "sharded weights": {"mesh": "data=2,expert=4,weights=sharded,optimizer=sharded"},
     "pipeline": {"mesh": "expert=4,pipe=2", "execution": {**_BLOCKS, "microbatches": 2}},
+    **{
+        f"{waves} waves{', experts again' * again}": {
+            **WIDE_EXPERTS,
+            "mesh": "data=2,expert=4",
+            "transport": {"num_waves": waves},
+            "execution": {**_BLOCKS, "rematerialize_experts": again},
+        }
+        for waves in (1, 2, 4)
+        for again in (False, True)
+    },
 }
 
 

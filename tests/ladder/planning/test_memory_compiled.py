@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-CASES = ("data and expert", "sharded optimizer", "pipeline")
+CASES = ("data and expert", "sharded optimizer", "pipeline", "4 waves, experts again")
 """Of the child's; all of them: `python tests/ladder/planning/memory_child.py`, with the child's environment below."""
 
 Sizes = dict[str, dict[str, dict[str, int]]]
@@ -53,6 +53,6 @@ def test_configurations_are_in_the_order_of_their_compiled_sizes(sizes: Sizes):
 
 def test_exchanged_buffers_are_planned_to_the_byte(sizes: Sizes):
     exchanged = {name: case for name, case in sizes.items() if case["compiled"]["exchange"]}
-    assert len(exchanged) == 3
+    assert len(exchanged) == 4
     for name, case in exchanged.items():
         assert case["compiled"]["exchange"] == case["planned"]["exchange"], name

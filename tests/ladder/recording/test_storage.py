@@ -5,11 +5,13 @@ import json
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rungwise.analysis.reading.records import read_records
+from rungwise.ladder.home import run_folder
 from rungwise.ladder.recording.checkpoint import CheckpointFailed, Checkpoints
 from rungwise.ladder.recording.journal import Journal
 
@@ -73,6 +75,29 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path):
     checkpoints.save(3, tree, meta={})
     assert checkpoints.steps() == (3,)
     assert not checkpoints.unfinished_steps()
+
+
+def test_a_folder_that_takes_no_checkpoint_is_refused_with_its_name(tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    Checkpoints(folder).check_writable()
+    assert list(folder.iterdir()) == []
+    with _full_beyond(100), pytest.raises(ValueError, match=f"checkpoint folder {folder} .*File too large.*--home"):
+        Checkpoints(folder).check_writable()
+    with pytest.raises(ValueError, match="checkpoint folder /proc/self cannot be written to"):
+        Checkpoints("/proc/self").check_writable()  # takes no file, not even from root
+    Checkpoints(folder).check_writable()
+
+
+@pytest.mark.slow
+def test_a_run_without_a_place_for_checkpoints_is_bad_input_before_its_first_step(ladder: Any, home: Path):
+    place = run_folder(home, "tiny", "d32") / "checkpoints"
+    place.parent.mkdir(parents=True)
+    place.touch()
+    done = ladder("run", "tiny", "--rung", "d32", "--home", home)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: checkpoint folder {place} cannot be written to (File exists)")
+    assert not (place.parent / "metrics.jsonl").exists()
 
 
 def test_an_alert_of_a_full_disk_is_whole_json(tmp_path: Path):

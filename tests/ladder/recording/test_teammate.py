@@ -10,6 +10,7 @@ import pytest
 from rungwise.analysis.registry import load_registered_mlflow
 from rungwise.ladder.family import family_text
 from rungwise.ladder.home import forecasts_folder, resolve_tracking, run_folder
+from rungwise.ladder.launching.status import family_status
 from rungwise.ladder.predict import forecast_runs, load_family_runs, register_forecast
 from rungwise.ladder.recording.journal import Journal
 from rungwise.ladder.recording.tracking import mirror_folder
@@ -66,6 +67,16 @@ def test_teammate_needs_no_family_file_for_runs_that_are_in_the_store(registered
     assert (runs.family, [record.run for record in runs.records]) == ("ours", ["d32"])
     with pytest.raises(ValueError, match="'others' is unknown"):
         load_family_runs("others", home=tmp_path / "empty", tracking=uri)
+
+
+def test_teammate_sees_how_far_the_runs_are(store, registered_home, write_hero, tmp_path):
+    write_hero()
+    mirror_folder(run_folder(registered_home, "tiny", "hero"), store)
+    ours = family_status("tiny", home=registered_home)
+    theirs = family_status("tiny", home=tmp_path / "empty", tracking=store)
+    assert [run["state"] for run in theirs["runs"]] == ["done"] * len(ours["runs"])
+    assert theirs == {**ours, "runs": [{**run, "seconds_left": None} for run in ours["runs"]]}
+    assert {run["state"] for run in family_status("tiny", home=tmp_path / "empty")["runs"]} == {"not started"}
 
 
 def test_teammate_judges_as_the_owner_does(store, registered_home, write_hero, tmp_path):

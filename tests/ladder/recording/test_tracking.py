@@ -1,3 +1,4 @@
+import json
 import math
 import os
 import shutil
@@ -6,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -260,19 +260,13 @@ def test_mirror_outlives_a_killed_trainer_and_completes_the_copy(tracked_home):
 
 
 @pytest.mark.slow
-def test_mirror_four_processes_create_one_store(home):
-    for rung in range(4):
-        train(make_run(home, f"d{rung}"), range(100))
-    script = "import sys; from rungwise.ladder.recording.tracking import mirror_folder; mirror_folder(*sys.argv[1:])"
-
-    def copy(rung: int) -> int:
-        folder = run_folder(home, "tiny", f"d{rung}")
-        command = [sys.executable, "-P", "-c", script, folder, resolve_tracking(home)]
-        return subprocess.run(command, check=False).returncode
-
-    with ThreadPoolExecutor() as pool:
-        assert list(pool.map(copy, range(4))) == [0, 0, 0, 0]
-    assert sum(len(losses(resolve_tracking(home), f"d{rung}")[0]) for rung in range(4)) == 400
+def test_four_runs_meet_at_a_new_store_and_none_fails(home):
+    command = [sys.executable, "-P", "-m", "rungwise.ladder.trials.new_store", "--rounds", "2", "--home", str(home)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["faults"], found["processes"]) == (0, [], 4), done.stderr
+    for rung in ("d32", "d80"):
+        assert len(losses(resolve_tracking(home / "round-2"), rung)[0]) == 100
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
 """The report: one page that loads nothing, opens with the four things, and hides no failure."""
 
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
 
+from rungwise.ladder.home import run_folder
 from rungwise.ladder.predict import load_family_runs
-from rungwise.ladder.recording.journal import Journal
+from rungwise.ladder.recording.journal import Journal, append_event
 from rungwise.ladder.reporting.report import write_report
+from rungwise.ladder.reporting.report_nowcast import nowcast_section
 
 VOID = {"meta", "br", "img", "hr", "input", "link"}
 
@@ -107,3 +110,25 @@ def test_report_lists_hashes_and_versions(registered_home):
     text = page(registered_home).sections["provenance"]
     for word in ("forecast", "corpus", "c" * 64, "jax 0.10.2", "config of d32", "last eval/loss"):
         assert word in text
+
+
+def test_report_shows_the_nowcast_of_a_hero_under_way_and_its_record_afterwards(registered_home, write_hero):
+    folder = run_folder(registered_home, "tiny", "hero")
+
+    def section():
+        return nowcast_section(load_family_runs("tiny", home=registered_home))
+
+    assert not section()
+    write_hero(steps=500)
+    under_way = page(registered_home).sections
+    assert under_way["trajectory"].count("the rest of the curve as the run so far has it") == 2
+    assert "At 40% of the run the final eval/loss is forecast as" in under_way["nowcast"]
+    assert "Nowcast of the hero at 40%: final eval/loss" in under_way["opening"]
+    append_event(folder, "context", 400)
+    assert section().text[0].startswith("There is no nowcast: eval/loss is no longer comparable")
+    shutil.rmtree(folder)
+    write_hero()
+    record = section()
+    assert record.text == [f"5 of 5 nowcasts held the outcome, {record.tables[0].rows[-1][1]}."]
+    marks = ["none: registered", "10%", "20%", "40%", "59%", "79%", "all: outcome"]
+    assert [row[0] for row in record.tables[0].rows] == marks

@@ -96,8 +96,8 @@ def test_a_run_that_fails_is_code_1_and_one_line_and_the_other_runs_are_trained(
     home = tmp_path / "home"
     rung = _smallest(mini)
     broken = home / "mini" / "runs" / rung
-    broken.mkdir(parents=True)
-    (broken / "checkpoints").touch()  # a file where the folder belongs: no save works, and the last one must
+    (broken / "checkpoints").mkdir(parents=True)
+    (broken / "checkpoints" / ".draft-1").touch()  # a file that no save can clear away as a draft; the last one must
     words = ("--rung", rung, "--rung", f"{rung}-seed1")
     done = subprocess.run(_command(mini, home, *words), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 1
