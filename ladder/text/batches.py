@@ -99,6 +99,7 @@ class Batches:
         self._stream, self._seed, self.max_epochs = tokens.train, seed, max_epochs
         ranges = source_ranges(tokens.train, len(stretches[0].weights))
         self.parts = lay_out(stretches, [end - begin for begin, end in ranges], block=block, share=share)
+        self._starts: dict[int, Int[np.ndarray, " batch"]] = {}
         foreseen = self.parts[0].block
         self._orders = {
             part.block: [  # a block that was not foreseen has an order of its own
@@ -127,6 +128,13 @@ class Batches:
 
         Several sources come in an order drawn for the step: a rank takes the same rows each time, and not one source.
         """
+        if step not in self._starts:
+            if len(self._starts) == 2:  # the step that is computed and the one that is recorded meanwhile
+                del self._starts[min(self._starts)]
+            self._starts[step] = self._find_starts(step)
+        return self._starts[step]
+
+    def _find_starts(self, step: int) -> Int[np.ndarray, " batch"]:
         _check_at_least(0, step=step)
         self.check_budget(step + 1)
         part = self.part_at(step)
@@ -154,10 +162,18 @@ class Batches:
 
     def source_fractions(self, step: int) -> dict[str, float]:
         """Share of the batch's target tokens that comes from each subset; they sum to 1."""
-        targets = self.window_starts(step)[:, None] + np.arange(1, self.part_at(step).stretch.seq_len + 1)
-        documents = np.searchsorted(self._stream.starts, targets.ravel(), side="right") - 1
-        counts = np.bincount(self._stream.subset_ids[documents], minlength=len(self._stream.subsets))
-        return dict(zip(self._stream.subsets, (counts / targets.size).tolist(), strict=True))
+        starts, seq_len = self.window_starts(step), self.part_at(step).stretch.seq_len
+        first, last = (self._documents(starts + offset) for offset in (1, seq_len))
+        whole = first == last  # most windows lie in one document
+        others = self._documents((starts[~whole, None] + np.arange(1, seq_len + 1)).ravel())
+        names, ids = self._stream.subsets, self._stream.subset_ids
+        counts = seq_len * np.bincount(ids[first[whole]], minlength=len(names))
+        counts = counts + np.bincount(ids[others], minlength=len(names))
+        return dict(zip(names, (counts / (len(starts) * seq_len)).tolist(), strict=True))
+
+    def _documents(self, positions: Int[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"]:
+        """The document that each position of the stream lies in."""
+        return np.searchsorted(self._stream.starts, positions, side="right") - 1
 
     def documents_per_window(self, step: int = 0) -> float:
         """Mean number of documents that a window's inputs touch: routing skew, and so drops, depend on it."""

@@ -5,7 +5,7 @@
 HOME holds the family's finished rungs and a registered forecast; the hero is trained in a copy under WORK, journal,
 watch and MLflow mirror on and off by turns, `PAIRS` times. Off means that the loop only waits for a step's figures,
 and that the mirror is stopped. Prints the ratio of step times and, since a shared machine rarely tells that to a
-percent, what it is made of: the time of a step's recording and judging, of checkpoints, and the mirror's CPU seconds.
+percent, what it is made of: the CPU share of recording and judging, the mirror's CPU seconds, the time of checkpoints.
 """
 
 import argparse
@@ -65,9 +65,9 @@ def measure(family: str, *, home: Path, work: Path, pairs: int = PAIRS) -> dict[
         def by_turns(segment: Any, step: int, figures: Any, started: float) -> None:
             jax.block_until_ready(figures)
             if turns.is_changed(step - 1):
-                start = time.perf_counter()
+                start = time.thread_time()
                 record(segment, step, figures, started)
-                records.append(time.perf_counter() - start)
+                records.append(time.thread_time() - start)
             turns.seen(step)
             if turns.starts_window(step):
                 mirror.process.send_signal(signal.SIGCONT if turns.is_changed(step) else signal.SIGSTOP)
@@ -86,7 +86,7 @@ def measure(family: str, *, home: Path, work: Path, pairs: int = PAIRS) -> dict[
     found = turns.result()
     on = found["pairs"] * turns.window * found["step_time"]["seconds_usual"]
     return found | {
-        "record_share_of_step": statistics.median(records) / found["step_time"]["seconds_usual"],
+        "record_cpu_share": statistics.median(records) / found["cpu_seconds"]["seconds_usual"],
         "mirror_cpu_seconds_per_second_of_steps": copied / on,
         "checkpoints": len(saves),
         "checkpoint_share_of_run": sum(saves) / seconds,

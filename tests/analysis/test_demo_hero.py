@@ -1,6 +1,7 @@
 """Heroes that led their forecast early and gave the lead back: quiet, and found out when a fault is planted."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -94,7 +95,7 @@ def test_nowcast_of_the_hero_holds_its_end(seed: str, curve: pd.DataFrame):
 )
 def test_healthy_hero_is_quiet_where_rows_are_missing(seed: str, pattern: str, curve: pd.DataFrame):
     table = pd.read_csv(DATA / "demo_hero.csv").rename(columns={seed: "train/loss"})[["step", "train/loss"]]
-    step = table["step"]
+    step: Any = table["step"]
     lost = {
         "every fifth kept": step % 5 != 0,
         "windows of 31 by turns": step // 31 % 2 == 1,
@@ -109,7 +110,8 @@ def test_healthy_hero_is_quiet_where_rows_are_missing(seed: str, pattern: str, c
 def test_shift_is_found_after_a_hole_and_in_a_sparse_record(curve: pd.DataFrame):
     table = pd.read_csv(DATA / "demo_hero.csv").rename(columns={"seed0": "train/loss"})[["step", "train/loss"]]
     table.loc[table["step"] > 864, "train/loss"] += 0.1
-    holed = table[~table["step"].between(500, 699)]
+    step: Any = table["step"]
+    holed = table[~step.between(500, 699)]
     (alert,) = by_level(replay(holed, forecast_with(curve)))
     assert 0 < alert.step - 864 <= 20
     (alert,) = by_level(replay(table[table["step"] % 5 == 0], forecast_with(curve)))

@@ -170,9 +170,9 @@ def test_a_run_that_trains_takes_a_change_after_its_next_checkpoint(registered_h
 def test_new_values_from_the_command_line_are_read_checked_and_written(registered_home: Path):
     folder = _start_hero(registered_home, 123)
 
-    def declared(*change: str, **words: Any) -> dict[str, Any]:
-        kind = words.pop("kind", "transport")
-        return declare_event("tiny", "hero", kind, home=registered_home, change=change, **{"note": "drops"} | words)
+    def declared(*change: str, **given: Any) -> dict[str, Any]:
+        words: dict[str, Any] = {"kind": "transport", "note": "drops"} | given
+        return declare_event("tiny", "hero", words.pop("kind"), home=registered_home, change=change, **words)
 
     for change, words, said in (
         (("transport.name",), {}, "names no value; write field=value"),

@@ -84,7 +84,7 @@ def test_overhead_records_half_of_the_steps_and_measures_both(mini: Path, plante
     (found,) = _trial("overhead", mini, "--home", planted_home, "--work", work, "--pairs", "1")
     assert found["step_time"]["ratio"] > 0
     assert found["mirror_cpu_seconds_per_second_of_steps"] > 0
-    assert 0 < found["record_share_of_step"] < 1
+    assert 0 < found["record_cpu_share"] < 1
     record = load_run(work / "mini" / "runs" / "hero")
     steps = record.trajectory.frame["step"].tolist()
     assert record.state == "finished"
