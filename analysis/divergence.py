@@ -77,6 +77,10 @@ class Monitor:
         self._marked: dict[Episode, Change] = {}
         self._time: float | None = None
         self._events = sorted((dict(event) for event in events), key=lambda event: event["step"])
+        self._planned_steps = target.get("steps")
+        made_later = any(self._is_made_for(event) for event in self._events)
+        self._later = {each for each in self._episodes if made_later and each.detector.family == "forecast_miss"}
+        """Rules about a forecast that was made for a horizon declared on the way: they begin there."""
         self._history: dict[tuple[str, str, int], Alert] = {}
         self._last_step: int | None = None
         self._spacings: deque[int] = deque(maxlen=SPACINGS)
@@ -111,7 +115,7 @@ class Monitor:
             changed += self._apply(self._events.pop(0), current)
         self._explainer.observe(current)
         for episode in self._concerned(current):
-            if episode in self._marked:
+            if episode in self._marked or episode in self._later:
                 continue
             alert = episode.observe(current)
             if alert is None:
@@ -187,6 +191,11 @@ class Monitor:
             return False
         return row.step < self._last_step or (row.attempt is not None and row.attempt != self._attempt)
 
+    def _is_made_for(self, event: Mapping[str, Any]) -> bool:
+        """Whether the forecast is of the horizon that an event declares: the successor of an earlier one."""
+        steps = (event.get("change") or {}).get("steps")
+        return event["kind"] == "schedule" and steps is not None and steps == self._planned_steps
+
     def _forget(self, step: int, *, everything: bool) -> None:
         """After a hole neighbouring rows tell no step, and after a long one what the run was like tells nothing."""
         for episode in self._episodes:
@@ -235,8 +244,12 @@ class Monitor:
         change = Change.of(event)
         self._explainer.declare(change)
         closed = []
+        if self._is_made_for(event):
+            self._later.clear()
         for episode in self._episodes:
             detector = episode.detector
+            if detector.family == "forecast_miss" and self._is_made_for(event):
+                continue
             if isinstance(detector, Informed):
                 detector.declare(change, row.step)
             elif _compares(detector) and change.breaks(detector.metric):
