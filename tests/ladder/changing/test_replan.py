@@ -110,9 +110,9 @@ def test_apply_declares_the_change_and_registers_a_successor(planned_home: Path,
     assert event["reason"] == "two weeks less"
     assert event["before"]["rate"] > event["after"]["rate"] > event["after"]["final"]
     new = load_registered(forecasts_folder(planned_home, "tiny"))
-    assert new.target["steps"] == event["change"]["steps"], "so that the watch knows what the successor was made for"
     assert new is not None
     assert old is not None
+    assert new.target["steps"] == event["change"]["steps"], "so that the watch knows what the successor was made for"
     assert (new.method or {})["supersedes"] == {"hash": old.hash, "reason": "two weeks less"}
     assert event["forecast"] == new.hash != old.hash
     assert len(list(forecasts_folder(planned_home, "tiny").glob("*.json"))) == 2
