@@ -1,7 +1,7 @@
 """Forecast runs beyond a set of runs whose sizes and tokens vary freely: several laws, held out, averaged, widened.
 
 Each law of `MEMBERS` is fitted with its priors (`surface_fit.py`) and carries its discrepancy (`discrepancy.py`); two
-are fitted beside them as they were published, without either. Laws are weighted by one over the square of their error
+are fitted beside them as they were published, without either. Laws are weighted by one over their error
 on the budgets of most compute, forecast from the rest; the forecast is the weighted mean of log loss, and its variance
 the mean of theirs plus the spread between them. A pinned floor is every law's, with and without priors. How the members
 and constants were chosen, on training rows alone: docs/decisions/forecast-default.md.
@@ -145,7 +145,7 @@ def forecast_surface(
     targets = np.atleast_1d(np.asarray(params, dtype=float)), np.atleast_1d(np.asarray(tokens, dtype=float))
     laws = forecast_members(table, targets, floor=floor)
     errors = held_out_errors(table, flops, floor=floor)
-    weights = 1.0 / (errors + 1e-4) ** 2
+    weights = 1.0 / (errors + 1e-4)
     weights /= weights.sum()
     places = np.array([law.location for law in laws])
     scale_of = {law.member.form: law.scale for law in laws if law.scale is not None}
