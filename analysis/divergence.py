@@ -23,7 +23,7 @@ from rungwise.analysis.detection.metric_detectors import comparable_drops, metri
 from rungwise.analysis.detection.peers import AgainstPeers, peer_detectors
 from rungwise.analysis.detection.skipped import without_left_out
 from rungwise.analysis.detection.units import Units
-from rungwise.analysis.events import Change, Informed
+from rungwise.analysis.events import Change, Informed, place_of_renewal
 from rungwise.analysis.forecast import Forecast
 
 __all__ = ["Alert", "Monitor", "overall_state", "replay"]
@@ -77,10 +77,10 @@ class Monitor:
         self._marked: dict[Episode, Change] = {}
         self._time: float | None = None
         self._events = sorted((dict(event) for event in events), key=lambda event: event["step"])
-        self._planned_steps = target.get("steps")
-        made_later = any(self._is_made_for(event) for event in self._events)
-        self._later = {each for each in self._episodes if made_later and each.detector.family == "forecast_miss"}
-        """Rules about a forecast that was made for a horizon declared on the way: they begin there."""
+        renewal = -1 if forecast is None else place_of_renewal(self._events, forecast.hash)
+        self._renewal = None if renewal < 0 else self._events[renewal]
+        self._later = {each for each in self._episodes if renewal >= 0 and each.detector.family == "forecast_miss"}
+        """Rules about a forecast that an event on the way registered: they begin there."""
         self._history: dict[tuple[str, str, int], Alert] = {}
         self._last_step: int | None = None
         self._spacings: deque[int] = deque(maxlen=SPACINGS)
@@ -191,11 +191,6 @@ class Monitor:
             return False
         return row.step < self._last_step or (row.attempt is not None and row.attempt != self._attempt)
 
-    def _is_made_for(self, event: Mapping[str, Any]) -> bool:
-        """Whether the forecast is of the horizon that an event declares: the successor of an earlier one."""
-        steps = (event.get("change") or {}).get("steps")
-        return event["kind"] == "schedule" and steps is not None and steps == self._planned_steps
-
     def _forget(self, step: int, *, everything: bool) -> None:
         """After a hole neighbouring rows tell no step, and after a long one what the run was like tells nothing."""
         for episode in self._episodes:
@@ -244,11 +239,9 @@ class Monitor:
         change = Change.of(event)
         self._explainer.declare(change)
         closed = []
-        if self._is_made_for(event):
-            self._later.clear()
         for episode in self._episodes:
             detector = episode.detector
-            if detector.family == "forecast_miss" and self._is_made_for(event):
+            if episode in self._later and change.kind == "schedule":
                 continue
             if isinstance(detector, Informed):
                 detector.declare(change, row.step)
@@ -258,6 +251,8 @@ class Monitor:
             elif detector.family == "run_change" and detector.rule != "not_learning" and change.moves(detector.metric):
                 closed.append(episode.close(row.step, f"re-baselined at the declared {change.kind} change"))
                 detector.rebaseline(row.step)
+        if event is self._renewal:
+            self._later.clear()
         return [alert for alert in closed if alert is not None]
 
 

@@ -2,12 +2,12 @@
 
 An event is a plain record, `step`, `kind` (`EVENT_KINDS`) and, optional: `expected`, the effect per metric or one
 sentence; `grace`, steps until the effect is judged; `planned`, true where the rungs made the same change at the same
-progress. Detectors see it as a `Change`.
+progress; `forecast`, the hash of one made anew for it. Detectors see it as a `Change`.
 """
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self, runtime_checkable
 
@@ -162,6 +162,14 @@ class Informed(Protocol):
     def declare(self, change: Change, step: int) -> None:
         """A change was declared; `step` is that of the first row after it."""
         ...
+
+
+def place_of_renewal(events: Sequence[Mapping[str, Any]], forecast_hash: str) -> int:
+    """Where among a run's events, in order, the last one stands that registered this forecast as a successor; else -1.
+
+    The forecast is of the schedule declared there: schedules declared up to it do not end comparisons with it.
+    """
+    return max((n for n, event in enumerate(events) if event.get("forecast") == forecast_hash), default=-1)
 
 
 def preceding(changes: Iterable[Change], step: int, *, within: int) -> Change | None:

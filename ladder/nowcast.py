@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from rungwise.analysis.events import Change
+from rungwise.analysis.events import Change, place_of_renewal
 from rungwise.analysis.forecast import Forecast
 from rungwise.analysis.nowcast import Nowcast, TooShort, nowcast_forecast, nowcast_history, worth_in_compute
 from rungwise.ladder.predict import FamilyRuns, hero_outcome, rung_curves
@@ -163,7 +163,7 @@ def no_longer_forecast(
         if name not in BEARABLE and promised is not None and plan.get(name, promised) != promised:
             return f"the forecast is for {name} {promised}, the run has {plan[name]}: {GONE}"
     events = sorted(events, key=lambda event: event["step"])
-    renewed = max((n for n, event in enumerate(events) if event.get("forecast") == forecast.hash), default=-1)
+    renewed = place_of_renewal(events, forecast.hash)
     for place, event in enumerate(events):
         change = Change.of(event)
         if change.breaks(metric) and not (change.kind == "schedule" and place <= renewed):

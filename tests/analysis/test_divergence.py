@@ -148,13 +148,14 @@ def test_level_shift_without_a_forecast_is_found():
 
 
 def test_successor_of_a_forecast_is_judged_from_the_change_it_was_made_for(hero, registered: Forecast):
-    table, steps = hero(4).trajectory.copy(), registered.target["steps"]
+    table = hero(4).trajectory.copy()
     table[["train/loss", "eval/loss"]] += 0.25
-    event = {"step": 500, "kind": "schedule", "change": {"steps": steps}}
-    misses = [alert for alert in replay(table, registered, events=[event]) if alert.family == "forecast_miss"]
+    earlier = {"step": 300, "kind": "schedule", "change": {"steps": 900}, "forecast": "of the horizon between"}
+    event = {"step": 500, "kind": "schedule", "change": {"steps": 1200}, "forecast": registered.hash}
+    misses = [alert for alert in replay(table, registered, events=[earlier, event]) if alert.family == "forecast_miss"]
     assert misses
     assert min(alert.step for alert in misses) >= 500
-    other = Monitor(registered, events=[event | {"change": {"steps": steps + 1}}])
+    other = Monitor(registered, events=[event | {"forecast": "of another horizon"}])
     other.extend(table)
     assert any(alert.family == "forecast_miss" and alert.step < 500 for alert in other.alerts)
     assert any("forecast" in sentence for sentence in other.marked), "another horizon's forecast ends there"
